@@ -1,0 +1,151 @@
+"""Artifact: what one build gives. A manifest (launch contract, resources, key components) and a payload (the binary).
+
+The launch contract holds everything a launcher needs, so a process that has manifest and payload needs neither the sources
+nor the definition.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from kserve.errors import CorruptArtifact
+from kserve.key import canonical_json, digest_of
+from kserve.spec import is_plain_name
+
+MANIFEST_SCHEMA = 1
+# The two variants of one kernel: compiled for the declared facts about its arguments, and for none.
+DECLARED, GENERIC = "declared", "generic"
+
+
+class Param(NamedTuple):
+    """One parameter of the binary, in order.
+
+    Fields:
+        kind:   `pointer`, a scalar (`i32`, `f32`, …), `struct`, `tensor_map`, or `scratch` (allocated by the launcher).
+        offset, size_bytes: where it lies in the parameter block, from the binary's own table.
+        align, divisible_by: facts this binary was compiled for; 0 for none.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    offset: int
+    size_bytes: int
+    mutated: bool = False
+    nullable: bool = False
+    contiguous: bool = True
+    align: int = 0
+    divisible_by: int = 0
+
+
+class Contract(NamedTuple):
+    """What a launcher must know.
+
+    Fields:
+        format:         `cubin` or `hsaco`.
+        constants:      spec, derived axes and constexprs, by name: the values expressions may use.
+        grid, block, shared_bytes: expressions over integer parameters and constants; grid in programs, block in threads.
+        scratch_bytes:  per block, for each `scratch` parameter in order.
+        minimum_driver: the oldest driver, as cuDriverGetVersion counts (13000 is 13.0); 0 for none.
+    """
+
+    symbol: str
+    format: str
+    params: tuple[Param, ...]
+    constants: dict[str, Any]
+    grid: tuple[str, ...]
+    block: tuple[str, ...]
+    shared_bytes: str = "0"
+    scratch_bytes: tuple[int, ...] = ()
+    minimum_driver: int = 0
+
+
+class Manifest(NamedTuple):
+    """The facts of one artifact.
+
+    Fields:
+        key, digest: hash of what went in; hash of the payload.
+        variant:     DECLARED or GENERIC.
+        resources:   registers (a thread), shared_bytes (static), spill_bytes and stack_bytes (a thread).
+        components:  every component of the key, label -> text.
+        attachments: further records of this build, such as the PTX: kind -> digest.
+        closed_world: the build could read nothing but its declared files.
+        seconds, created_at: of the build; seconds since 1970.
+    """
+
+    key: str
+    digest: str
+    size_bytes: int
+    name: str
+    language: str
+    target: str
+    spec: dict[str, Any]
+    variant: str
+    contract: Contract
+    resources: dict[str, int]
+    components: dict[str, str]
+    attachments: dict[str, str]
+    closed_world: bool
+    seconds: float
+    created_at: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "contract": contract_to_json(self.contract), "schema": MANIFEST_SCHEMA}
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with a hash over itself: a manifest that was damaged says so."""
+        plain = self.to_json()
+        return canonical_json({**plain, "self_sha256": digest_of(canonical_json(plain).encode())}).encode()
+
+
+class Artifact(NamedTuple):
+    manifest: Manifest
+    payload: bytes
+
+
+def contract_to_json(contract: Contract) -> dict[str, Any]:
+    return {**contract._asdict(), "params": [param._asdict() for param in contract.params]}
+
+
+def contract_from_json(plain: dict[str, Any]) -> Contract:
+    fields = {**plain, "params": tuple(Param(**param) for param in plain["params"])}
+    for field in ("grid", "block", "scratch_bytes"):
+        fields[field] = tuple(plain[field])
+    contract = Contract(**fields)
+    names = [*contract.constants, *(param.name for param in contract.params)]
+    if not all(is_plain_name(name) for name in names):
+        raise CorruptArtifact(f"contract of {contract.symbol} has a name that is no identifier", facts={"names": str(names)})
+    return contract
+
+
+def manifest_from_json(plain: dict[str, Any]) -> Manifest:
+    """The manifest in a decoded JSON object.
+
+    Raises: CorruptArtifact when a field is missing, unknown or of another schema.
+    """
+    fields = {name: value for name, value in plain.items() if name not in ("schema", "self_sha256")}
+    try:
+        if plain["schema"] != MANIFEST_SCHEMA:
+            raise CorruptArtifact(f"manifest has schema {plain['schema']!r}, this version reads {MANIFEST_SCHEMA}")
+        return Manifest(**{**fields, "contract": contract_from_json(fields["contract"])})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptArtifact(f"manifest cannot be read: {error}") from None
+
+
+def manifest_from_bytes(content: bytes, *, key: str) -> Manifest:
+    """Read and check a stored manifest.
+
+    Raises: CorruptArtifact when it is damaged, or belongs to another key.
+    """
+    try:
+        plain = json.loads(content)
+        stated = plain.pop("self_sha256")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CorruptArtifact(f"manifest of {key[:12]} is not readable") from None
+    if digest_of(canonical_json(plain).encode()) != stated:
+        raise CorruptArtifact(f"manifest of {key[:12]} does not match its own hash")
+    manifest = manifest_from_json(plain)
+    if manifest.key != key:
+        raise CorruptArtifact(f"manifest under {key[:12]} belongs to {manifest.key[:12]}")
+    return manifest

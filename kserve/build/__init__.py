@@ -1,0 +1,1 @@
+"""From a wish to a finished build: plan, lease, worker."""

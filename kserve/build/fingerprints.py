@@ -1,0 +1,67 @@
+"""Remembers what each environment's compilers are, so that a hit needs no worker.
+
+A fingerprint costs a second: the compiler is loaded and its files are hashed. It is kept in one JSON file of the store with
+the size, time and inode of every file it was made of, and holds while all of those are unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kserve.build.pool import Environment, Pool
+from kserve.errors import ProtocolMismatch
+from kserve.toolchain.base import Fingerprint, stamp
+
+
+class Fingerprints:
+    """Fingerprints by language and environment.
+
+    Args:
+        path: the JSON file; one that is missing or damaged only costs the time to make it again.
+    """
+
+    def __init__(self, path: Path, pool: Pool) -> None:
+        self._path = path
+        self._pool = pool
+        self._known: dict[str, dict[str, Any]] = {}
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(path.read_text())
+            self._known = found if isinstance(found, dict) else {}
+
+    async def of(self, language: str, environment: Environment) -> Fingerprint:
+        """The fingerprint of that compiler as it is installed now.
+
+        Raises: ToolchainMissing, BuildTimeout; ProtocolMismatch when the caller has imported another version.
+        """
+        place = json.dumps([language, environment.python, environment.python_path])
+        found = self._remembered(place)
+        if found is None:
+            if place in self._known:
+                self._pool.retire(language, environment)
+            worker = await self._pool.worker(language, environment)
+            found = worker.fingerprint.result()
+            self._known[place] = found._asdict()
+            self._save()
+        imported = dict(environment.loaded).get(language)
+        if imported is not None and imported.partition("+")[0] != found.version.partition("+")[0]:
+            raise ProtocolMismatch(
+                f"this process has imported {language} {imported}, but {environment.python} would compile with {found.version}",
+                hint="restart the process: the package was changed under it",
+            )
+        return found
+
+    def _remembered(self, place: str) -> Fingerprint | None:
+        with contextlib.suppress(KeyError, TypeError, OSError, AttributeError):
+            found = Fingerprint(**self._known[place])
+            if all(stamp(Path(path)) == stated for path, stated in found.stamps.items()):
+                return found
+        return None
+
+    def _save(self) -> None:
+        with contextlib.suppress(OSError):  # the memory of this process serves on
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._known))
+            temporary.rename(self._path)

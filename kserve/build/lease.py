@@ -1,0 +1,147 @@
+"""Single flight: one build per key. Everybody who asks while it runs gets its result, the failure included."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kserve.artifact import Manifest
+from kserve.errors import BuildError, CompileFailed, KserveError, RequestError
+
+_REMEMBERED = 2000
+
+
+class Lease:
+    """The sole right to build one key, and afterwards the record of that build.
+
+    Attributes:
+        state:   queued, running, done or failed.
+        starter: the client whose request began it; joiners are the others that waited for it.
+        log:     returns the compiler's output so far.
+    """
+
+    def __init__(self, number: int, *, key: str, name: str, target: str, variant: str, starter: str) -> None:
+        self.id = f"b{number}"
+        self.key = key
+        self.name = name
+        self.target = target
+        self.variant = variant
+        self.starter = starter
+        self.joiners: set[str] = set()
+        self.state = "queued"
+        self.asked_at = time.time()
+        self.seconds = 0.0
+        self.error: KserveError | None = None
+        self.log: Callable[[], str] = str
+        self.task: asyncio.Task[Manifest] | None = None
+        self._began = time.monotonic()
+
+    def origin_for(self, client: str) -> str:
+        return "built" if client == self.starter else "joined"
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was asked for; fixed once it has ended."""
+        return self.seconds if self.state in ("done", "failed") else time.monotonic() - self._began
+
+    def end(self, error: KserveError | None) -> None:
+        self.seconds = time.monotonic() - self._began
+        self.state, self.error = ("failed", error) if error else ("done", None)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "key": self.key,
+            "name": self.name,
+            "target": self.target,
+            "variant": self.variant,
+            "state": self.state,
+            "asked_at": self.asked_at,
+            "seconds": self.elapsed_s,
+            "n_joined": len(self.joiners),
+            "error": self.error.to_wire() if self.error else None,
+        }
+
+
+class Leases:
+    """All running builds by key, the last ended ones, and the failures that are remembered.
+
+    Args:
+        failure_memory_s: how long a compile error answers for its key without a new attempt.
+    """
+
+    def __init__(self, *, failure_memory_s: float) -> None:
+        self._failure_memory_s = failure_memory_s
+        self._numbers = itertools.count(1)
+        self.running: dict[str, Lease] = {}
+        self.ended: deque[Lease] = deque(maxlen=_REMEMBERED)
+        self._failed: dict[str, tuple[float, KserveError]] = {}
+
+    def join(self, key: str, client: str) -> Lease | None:
+        """The running build of that key, if there is one."""
+        lease = self.running.get(key)
+        if lease is not None and client != lease.starter:
+            lease.joiners.add(client)
+        return lease
+
+    def start(self, lease: Lease, build: Callable[[Lease], Awaitable[Manifest]]) -> Lease:
+        """Begin the build of a key that `join` found nobody building.
+
+        Raises: the remembered error of a compile that failed a moment ago.
+        """
+        until, error = self._failed.get(lease.key, (0.0, None))
+        if error is not None:
+            if time.monotonic() < until:
+                raise error
+            del self._failed[lease.key]
+        self.running[lease.key] = lease
+        lease.task = asyncio.create_task(self._run(lease, build))
+        # A caller that gave up, or raised the other variant's error, never asks for this one's.
+        lease.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return lease
+
+    def new(self, *, key: str, name: str, target: str, variant: str, starter: str) -> Lease:
+        return Lease(next(self._numbers), key=key, name=name, target=target, variant=variant, starter=starter)
+
+    async def _run(self, lease: Lease, build: Callable[[Lease], Awaitable[Manifest]]) -> Manifest:
+        try:
+            manifest = await build(lease)
+        except KserveError as error:
+            if isinstance(error, CompileFailed | RequestError):
+                self._failed[lease.key] = (time.monotonic() + self._failure_memory_s, error)
+            self._finish(lease, error)
+            raise
+        except asyncio.CancelledError:
+            self._finish(lease, BuildError(f"build of {lease.name} was cancelled: the daemon is going down"))
+            raise
+        self._finish(lease, None)
+        return manifest
+
+    def _finish(self, lease: Lease, error: KserveError | None) -> None:
+        lease.end(error)
+        self.running.pop(lease.key, None)
+        self.ended.append(lease)
+
+    def last_of(self, key: str, client: str) -> Lease | None:
+        """The ended build of that key that this client started or waited for: its request came back for the result."""
+        for lease in reversed(self.ended):
+            if lease.key == key and (client == lease.starter or client in lease.joiners):
+                return lease
+        return None
+
+    def find(self, build_id: str) -> Lease | None:
+        return next((lease for lease in self.all() if lease.id == build_id), None)
+
+    def all(self) -> list[Lease]:
+        """Running builds first, then ended ones, newest first."""
+        return [*self.running.values(), *reversed(self.ended)]
+
+    async def cancel(self) -> None:
+        tasks = [lease.task for lease in self.running.values() if lease.task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

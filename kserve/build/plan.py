@@ -1,0 +1,200 @@
+"""What one build is: from a definition, a spec, a target and a toolchain to key components, a job and a launch contract.
+
+The list of everything that enters a build key is the function `_components`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kserve.artifact import DECLARED, GENERIC, Contract, Param
+from kserve.definition import Argument, Entry, KernelDef
+from kserve.errors import CompileFailed, InvalidDefinition
+from kserve.expression import Expression
+from kserve.kernel_toml import FILE_NAME
+from kserve.key import build_key, canonical_json
+from kserve.spec import DTYPES, Spec
+from kserve.target import Target
+from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of
+
+
+class Plan(NamedTuple):
+    """One build, planned.
+
+    Fields:
+        files: relative name -> digest of every file the build may read.
+    """
+
+    key: str
+    components: dict[str, str]
+    name: str
+    target: Target
+    spec: Spec
+    variant: str
+    job: Job
+    entry: Entry
+    files: dict[str, str]
+
+
+def plan_builds(
+    definition: KernelDef,
+    entry: Entry,
+    *,
+    spec: Mapping[str, object],
+    target: Target,
+    fingerprint: Fingerprint,
+    files: Mapping[str, str],
+) -> list[Plan]:
+    """The builds one request needs: with the declared facts and, where there are any, with none.
+
+    Raises: InvalidSpec, UnsupportedTarget, InvalidDefinition.
+    """
+    full = definition.specialise(entry, spec)
+    exact = definition.resolve_target(entry, target)
+    sources = {name: digest for name, digest in files.items() if name != FILE_NAME}
+    plans = []
+    for variant in (DECLARED, GENERIC) if entry.has_facts else (DECLARED,):
+        arguments = tuple(_job_argument(argument, full, variant) for argument in entry.arguments)
+        job = Job(
+            language=definition.language,
+            target=str(exact),
+            main=_main_source(definition, sources),
+            function=_function(entry, full),
+            arguments=arguments,
+            options={name: _option(option, full) for name, option in definition.options.items()},
+        )
+        components = _components(entry, job, spec=full, fingerprint=fingerprint, sources=sources)
+        key = build_key(components)
+        plans.append(Plan(key, components, entry.name, exact, full, variant, job, entry, sources))
+    return plans
+
+
+def _components(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: Mapping[str, str]) -> dict[str, str]:
+    """Everything that can change the bytes, or how they are launched: label -> text. An ordered list numbers its labels."""
+    launch = entry.launch
+    found = {
+        "language": job.language,
+        "entry": entry.name,
+        "function": job.function,
+        "main": job.main,
+        "target": job.target,
+        "toolchain.name": fingerprint.name,
+        "toolchain.version": fingerprint.version,
+        "toolchain.files": fingerprint.files,
+        "launch.grid": canonical_json([expression.text for expression in launch.grid]),
+        "launch.block": canonical_json([expression.text for expression in launch.block]),
+        "launch.shared_bytes": launch.shared_bytes.text if launch.shared_bytes else "0",
+    }
+    for axis, value in spec.items():
+        found[f"spec.{axis}"] = canonical_json(value)
+    for name, value in job.options.items():
+        found[f"option.{name}"] = canonical_json(value)
+    for position, (declared, compiled) in enumerate(zip(entry.arguments, job.arguments, strict=True)):
+        how = {"mutated": declared.mutated, "nullable": declared.nullable, "contiguous": declared.contiguous}
+        found[f"argument.{position:03}"] = canonical_json({**compiled._asdict(), **how})
+    for name, digest in sources.items():
+        found[f"source.{name}"] = digest
+    return found
+
+
+def _main_source(definition: KernelDef, sources: Mapping[str, str]) -> str:
+    name = definition.sources[0]
+    if name not in sources:
+        raise InvalidDefinition(f"{FILE_NAME}: the first of `sources` is compiled and must be a file, not {name!r}")
+    return name
+
+
+def _function(entry: Entry, spec: Spec) -> str:
+    """The entry's function with the spec's values in place of {axis}, spelled as C++ spells them."""
+    text = entry.function
+    for axis, value in spec.items():
+        spelled = DTYPES[value].cuda if value in DTYPES else str(value).lower() if isinstance(value, bool) else str(value)
+        text = text.replace("{" + axis + "}", spelled)
+    return text
+
+
+def _option(option: tuple[str, ...] | Expression, spec: Spec) -> list[str] | int:
+    return option.evaluate(spec) if isinstance(option, Expression) else list(option)
+
+
+def _job_argument(argument: Argument, spec: Spec, variant: str) -> JobArgument:
+    if argument.kind == "constexpr":
+        assert argument.value is not None
+        return JobArgument(argument.name, "constexpr", value=argument.value.evaluate(spec))
+    if argument.kind == "tensor_map":
+        return JobArgument(argument.name, "tensor_map", size_bytes=128)
+    dtype = str(spec.get(argument.dtype, argument.dtype))
+    align, divisible_by = (argument.align, argument.divisible_by) if variant == DECLARED else (0, 0)
+    if argument.kind == "pointer":  # an element's own size always holds
+        natural = DTYPES[dtype].size_bytes
+        return JobArgument(argument.name, "pointer", dtype, align=max(align, natural))
+    return JobArgument(argument.name, argument.kind, dtype, argument.size_bytes, divisible_by=divisible_by)
+
+
+def contract_of(plan: Plan, built: Built) -> Contract:
+    """The launch contract: the declared arguments at the places the binary gives them.
+
+    Raises: CompileFailed when the kernel needs more shared memory than a block of its target has.
+    """
+    declared = [
+        (argument, compiled)
+        for argument, compiled in zip(plan.entry.arguments, plan.job.arguments, strict=True)
+        if argument.kind != "constexpr"
+    ]
+    places = built.params if built.params is not None else _natural_layout([size_of(job) for _, job in declared])
+    params = [
+        Param(
+            name=argument.name,
+            kind=argument.kind,
+            dtype=compiled.dtype,
+            offset=offset,
+            size_bytes=size,
+            mutated=argument.mutated,
+            nullable=argument.nullable,
+            contiguous=argument.contiguous,
+            align=argument.align if plan.variant == DECLARED else 0,
+            divisible_by=compiled.divisible_by,
+        )
+        for (argument, compiled), (offset, size) in zip(declared, places, strict=False)
+    ]
+    params += [Param(f"scratch_{i}", "scratch", "", *place) for i, place in enumerate(places[len(declared) :])]
+    constants: dict[str, Any] = dict(plan.spec)
+    constants |= {job.name: job.value for job in plan.job.arguments if job.kind == "constexpr"}
+    shared = plan.entry.launch.shared_bytes
+    contract = Contract(
+        symbol=built.symbol,
+        format=built.format,
+        params=tuple(params),
+        constants=constants,
+        grid=tuple(expression.text for expression in plan.entry.launch.grid),
+        block=tuple(expression.text for expression in plan.entry.launch.block) or (str(built.threads),),
+        shared_bytes=shared.text if shared else str(built.shared_bytes),
+        scratch_bytes=built.scratch_bytes,
+        minimum_driver=built.minimum_driver,
+    )
+    _check_shared_memory(plan, built, contract)
+    return contract
+
+
+def _natural_layout(sizes: list[int]) -> list[tuple[int, int]]:
+    """(offset, size) of parameters laid out each at a multiple of its own size."""
+    places, at = [], 0
+    for size in sizes:
+        at = -(-at // size) * size
+        places.append((at, size))
+        at += size
+    return places
+
+
+def _check_shared_memory(plan: Plan, built: Built, contract: Contract) -> None:
+    limit = plan.target.shared_bytes_limit
+    dynamic = Expression(contract.shared_bytes)
+    if limit is None or not dynamic.names <= set(contract.constants):
+        return  # depends on an argument: the launch checks it
+    need = built.resources.get("shared_bytes", 0) + dynamic.evaluate(contract.constants)
+    if need > limit:
+        raise CompileFailed(
+            f"{plan.name} needs {need} bytes of shared memory a block, {plan.target} has {limit}",
+            facts={"spec": canonical_json(plan.spec)},
+        )

@@ -1,0 +1,257 @@
+"""The workers: one process an environment and language, a bound on the jobs that run at once, a deadline for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kserve.build import reaper
+from kserve.build.staging import Staging
+from kserve.config import Settings, private_directory, python_command, worker_environment
+from kserve.errors import BuildError, BuildTimeout, ToolchainMissing, from_wire
+from kserve.toolchain.base import Fingerprint, Job
+
+_START_TIMEOUT_S = 120.0
+
+
+class Environment(NamedTuple):
+    """Which compilers a request means: an interpreter, its extra path, and what the caller has imported of them."""
+
+    python: str
+    python_path: tuple[str, ...]
+    loaded: tuple[tuple[str, str], ...] = ()
+
+
+class Worker:
+    """One worker process and the jobs it runs.
+
+    Attributes:
+        fingerprint: resolves when the toolchain is loaded; raises what kept it from loading.
+        n_jobs:      jobs it has run.
+    """
+
+    def __init__(self, language: str, environment: Environment, scratch: Path) -> None:
+        self.language = language
+        self.environment = environment
+        self.scratch = private_directory(scratch)
+        self.n_jobs = 0
+        self.dead = False
+        self.process: asyncio.subprocess.Process | None = None
+        self.fingerprint: asyncio.Future[Fingerprint] = asyncio.get_running_loop().create_future()
+        self.fingerprint.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._jobs: dict[int, asyncio.Future[int]] = {}
+        self._pids: dict[int, int] = {}
+        self._numbers = itertools.count(1)
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        command = python_command(self.environment.python, "kserve.build.worker", self.language)
+        try:
+            with (self.scratch / "stderr.txt").open("wb") as errors:
+                self.process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    cwd=self.scratch,
+                    env=worker_environment(list(self.environment.python_path), self.scratch),
+                    start_new_session=True,
+                    limit=1 << 24,
+                )
+        except OSError as error:
+            self.dead = True
+            missing = ToolchainMissing(
+                f"interpreter {self.environment.python} cannot be run by the daemon: {error.strerror}",
+                hint="run the daemon where the client's interpreter exists, or mount the store read-only",
+            )
+            self.fingerprint.set_exception(missing)
+            return
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        async for line in self.process.stdout:
+            self._heard(json.loads(line))
+        reaper.kill_session(self.process.pid)
+        await self.process.wait()
+        self._fail()
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "ready":
+                self.fingerprint.set_result(Fingerprint(**event["fingerprint"]))
+            case "failed":
+                self.fingerprint.set_exception(from_wire(event["error"]))
+            case "started":
+                self._pids[event["id"]] = event["pid"]
+            case "finished":
+                self._pids.pop(event["id"], None)
+                future = self._jobs.pop(event["id"], None)
+                if future and not future.done():
+                    future.set_result(event["status"])
+
+    def _fail(self) -> None:
+        """The worker is gone: tell everybody who waits for it."""
+        self.dead = True
+        text = (self.scratch / "stderr.txt").read_text(errors="replace").strip()
+        facts = {"worker": "\n" + text[-4000:]} if text else {}
+        error = BuildError(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
+        if not self.fingerprint.done():
+            self.fingerprint.set_exception(error)
+        for future in self._jobs.values():
+            if not future.done():
+                future.set_exception(error)
+        self._jobs.clear()
+
+    async def run(self, job: Job, staging: Staging, *, memory_bytes: int) -> int:
+        """Run one job to its end; the child's exit status. Cancelling this kills the job's whole process group."""
+        number = next(self._numbers)
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._jobs[number] = future
+        order = {"id": number, "job": job.to_json(), "directory": str(staging.root), "memory_bytes": memory_bytes}
+        assert self.process is not None and self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            await self.process.stdin.drain()
+            self.n_jobs += 1
+            return await future
+        except (BrokenPipeError, ConnectionResetError):
+            raise BuildError(f"the {self.language} worker ended before it took the job", hint="call again") from None
+        except asyncio.CancelledError:
+            self._kill(number)
+            raise
+        finally:
+            self._jobs.pop(number, None)
+
+    def _kill(self, number: int) -> None:
+        pid = self._pids.get(number)
+        if pid is None:  # not even started: the worker itself hangs
+            self.kill()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            reaper.kill_session(self.process.pid)
+
+
+class Pool:
+    """All workers of a daemon.
+
+    Args:
+        scratch: a directory for the workers' own files; each gets one in it.
+    """
+
+    def __init__(self, settings: Settings, scratch: Path) -> None:
+        self._settings = settings
+        self._scratch = scratch
+        self._slots = asyncio.Semaphore(settings.jobs)
+        self._workers: dict[tuple[str, str, tuple[str, ...]], Worker] = {}
+        self._numbers = itertools.count(1)
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self.n_queued = 0
+        self.n_running = 0
+
+    async def worker(self, language: str, environment: Environment) -> Worker:
+        """The live worker for that language and environment, started if need be; its toolchain is loaded."""
+        place = (language, environment.python, environment.python_path)
+        worker = self._workers.get(place)
+        if worker is None or worker.dead:
+            worker = Worker(language, environment, self._scratch / f"worker-{next(self._numbers)}")
+            self._workers[place] = worker
+            await worker.start()
+            if worker.process is not None:
+                self._tell_reaper(f"+{worker.process.pid}\n")
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await asyncio.shield(worker.fingerprint)
+        except TimeoutError:
+            worker.kill()
+            raise BuildTimeout(f"the {language} toolchain did not load in {_START_TIMEOUT_S:.0f} s") from None
+        return worker
+
+    def retire(self, language: str, environment: Environment) -> None:
+        """Forget a worker whose toolchain changed on disk; the next call starts a fresh one."""
+        worker = self._workers.pop((language, environment.python, environment.python_path), None)
+        if worker is not None:
+            worker.kill()
+
+    async def run(
+        self, job: Job, environment: Environment, staging: Staging, *, on_start: Callable[[], None]
+    ) -> dict[str, Any]:
+        """Build a job when a slot is free; the worker's answer.
+
+        Raises: BuildTimeout at the deadline, BuildError when the child died, and what the toolchain raised.
+        """
+        self.n_queued += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.n_queued -= 1
+        self.n_running += 1
+        try:
+            worker = await self.worker(job.language, environment)
+            on_start()
+            async with asyncio.timeout(self._settings.build_timeout_s):
+                status = await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
+        except TimeoutError:
+            raise BuildTimeout(
+                f"build of {job.function} for {job.target} passed its deadline of {self._settings.build_timeout_s:.0f} s",
+                hint="raise KSERVE_BUILD_TIMEOUT_S",
+            ) from None
+        finally:
+            self.n_running -= 1
+            self._slots.release()
+        answer = staging.result()
+        if answer is None:
+            raise BuildError(
+                f"the compiler of {job.function} died with status {status}", facts={"compiler": "\n" + staging.log()}
+            )
+        if "error" in answer:
+            raise from_wire(answer["error"])
+        built: dict[str, Any] = answer["built"]
+        return built
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "language": worker.language,
+                "python": worker.environment.python,
+                "pid": worker.process.pid if worker.process else None,
+                "alive": not worker.dead,
+                "n_jobs": worker.n_jobs,
+            }
+            for worker in self._workers.values()
+        ]
+
+    def _tell_reaper(self, line: str) -> None:
+        if self._reaper is None or self._reaper.poll() is not None:
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", reaper.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            line = "".join(f"+{worker.process.pid}\n" for worker in self._workers.values() if worker.process)
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(line.encode())
+        self._reaper.stdin.flush()
+
+    async def close(self) -> None:
+        """Kill every worker and everything they started."""
+        for worker in self._workers.values():
+            worker.kill()
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+            await asyncio.to_thread(self._reaper.wait)

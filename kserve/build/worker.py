@@ -1,0 +1,134 @@
+"""The worker process: imports one toolchain, then forks a child for each job.
+
+Single-threaded, so that forking is safe. The parent never compiles: a crash, a leak or a memory limit costs one child, and
+what a job imports ends with it. Lines of JSON come in on standard input (a job) and go out on standard output (an event). When
+the input closes, the worker kills everything in its session and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from kserve.build.reaper import kill_session
+from kserve.build.staging import LOG_NAME
+from kserve.config import enter_scratch
+from kserve.errors import BuildError, KserveError
+from kserve.toolchain.base import Toolchain, check_parameters, job_from_json, load_toolchain
+
+# A waiting client's process is served before a compiler: p99 of a hit beside four compilers is 8.7 ms at nice 0, 0.4 at 10.
+_NICE = 10
+
+
+def main() -> None:
+    """Serve the language named on the command line until standard input closes."""
+    language = sys.argv[1]
+    try:
+        toolchain = load_toolchain(language)
+        _say({"event": "ready", "fingerprint": toolchain.fingerprint()._asdict()})
+    except KserveError as error:
+        _say({"event": "failed", "error": error.to_wire()})
+        return
+    _serve(toolchain)
+    kill_session(os.getsid(0), spare=os.getpid())
+
+
+def _serve(toolchain: Toolchain) -> None:
+    """Start a child for each line, report each child that ends."""
+    wake_read, wake_write = os.pipe()
+    for end in (wake_read, wake_write):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # only to make the wake-up descriptor fire
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    children: dict[int, int] = {}
+    buffered = b""
+    while True:
+        ready, _, _ = select.select([0, wake_read], [], [])
+        if wake_read in ready:
+            os.read(wake_read, 4096)
+            _report_ended(children)
+        if 0 in ready:
+            received = os.read(0, 1 << 20)
+            if not received:
+                return
+            *lines, buffered = (buffered + received).split(b"\n")
+            for line in lines:
+                order = json.loads(line)
+                pid = _start(toolchain, order)
+                children[pid] = order["id"]
+                _say({"event": "started", "id": order["id"], "pid": pid})
+
+
+def _report_ended(children: dict[int, int]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        if pid in children:
+            _say({"event": "finished", "id": children.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+
+
+def _say(event: dict[str, Any]) -> None:
+    os.write(1, json.dumps(event).encode() + b"\n")
+
+
+def _start(toolchain: Toolchain, order: dict[str, Any]) -> int:
+    """Fork a child that runs the job in its own process group; the child's pid."""
+    pid = os.fork()
+    if pid:
+        # On both sides of the fork, so that the group exists before anyone is told of it.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        return pid
+    try:
+        _become_job(Path(order["directory"]), order["memory_bytes"])
+        _run(toolchain, order)
+        sys.stdout.flush()
+    finally:
+        os._exit(0)
+
+
+def _become_job(directory: Path, memory_bytes: int) -> None:
+    """Leave everything of the worker behind: pipes, signals, directory, caches, priority."""
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(directory / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, number in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, number)
+    os.nice(_NICE)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.umask(0o077)
+    enter_scratch(directory / "scratch")
+    os.chdir(directory / "src")
+
+
+def _run(toolchain: Toolchain, order: dict[str, Any]) -> None:
+    """Build, and leave either the outputs or the error in `out/`."""
+    out = Path(order["directory"]) / "out"
+    try:
+        job = job_from_json(order["job"])
+        built, payload = toolchain.build(job)
+        check_parameters(job, built)
+        (out / "payload").write_bytes(payload)
+        for kind, text in built.attachments.items():
+            (out / kind).write_text(text)
+        answer = {"built": {**built._asdict(), "attachments": sorted(built.attachments)}}
+    except KserveError as error:
+        answer = {"error": error.to_wire()}
+    except Exception as error:  # a job may fail in any way: it is this job's answer  # noqa: BLE001
+        traceback.print_exc()
+        answer = {"error": BuildError(f"the {order['job']['language']} toolchain failed: {error!r}").to_wire()}
+    temporary = out / "result.json.tmp"
+    temporary.write_text(json.dumps(answer))
+    temporary.rename(out / "result.json")

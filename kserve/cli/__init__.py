@@ -1,0 +1,197 @@
+"""The command `kserve`: up, down, status, build, kernels, cache."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import kserve
+from kserve import protocol
+from kserve.catalog import every_entry
+from kserve.cli import cache
+from kserve.cli.show import fields, say, table
+from kserve.client.connection import Connection, log_path, start_daemon, wait_until_up
+from kserve.client.launch import Kernel
+from kserve.client.resolve import Wanted, resolve
+from kserve.config import load_settings, private_directory
+from kserve.errors import DaemonUnreachable, KserveError, RequestError, ServiceError, ToolchainMissing
+
+_DOWN_TIMEOUT_S = 10.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; its exit status (the table is in `errors.py`)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except KserveError as error:
+        if getattr(arguments, "json", False):
+            print(json.dumps({"error": error.to_wire()}))
+        else:
+            print(f"kserve: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kserve", description="GPU kernels compiled once and launched everywhere.")
+    parser.add_argument("--version", action="version", version=f"kserve {kserve.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    up = _command(commands, "up", _up, "run the daemon (in the foreground)", json_flag=False)
+    up.add_argument("--detach", action="store_true", help="run it in the background and return when it answers")
+    up.add_argument("--idle", type=float, metavar="SECONDS", help="end after this long without a request; 0 for never")
+
+    _command(commands, "down", _down, "end the daemon, running builds included")
+    _command(commands, "status", _status, "what the daemon is doing")
+    _command(commands, "kernels", _kernels, "list the kernels that can be asked for")
+
+    build = _command(commands, "build", _build, "build a kernel, or find it in the store")
+    build.add_argument("name")
+    build.add_argument("--target", action="append", required=True, help="such as cuda:sm_90; may be repeated")
+    build.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated")
+    build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
+
+    cache.add_commands(_command(commands, "cache", None, "look into the store", json_flag=False), _command)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, text: str, *, json_flag: bool = True) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=run)
+    if json_flag:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    idle_s = None if arguments.idle is None else arguments.idle or float("inf")
+    settings = load_settings({"idle_s": idle_s})
+    if arguments.detach:
+        private_directory(settings.socket.parent)
+        try:
+            running = Connection(settings).call("GET", protocol.STATUS)
+        except DaemonUnreachable:
+            child = start_daemon(settings, idle_s=settings.idle_s)
+            wait_until_up(settings, child)
+            running = Connection(settings).call("GET", protocol.STATUS)
+            say(f"kserve {running['version']} is up: pid {running['pid']}, log {log_path(settings)}")
+        else:
+            say(f"kserve {running['version']} is up already: pid {running['pid']}")
+        return 0
+    try:
+        from kserve.server import daemon
+    except ImportError as error:
+        raise ToolchainMissing(
+            f"the daemon needs a package that is not installed: {error.name}", hint="pip install 'kserve-jit[daemon]'"
+        ) from None
+    daemon.run(settings)
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    settings = load_settings()
+    connection = Connection(settings)
+    try:
+        pid = connection.call("POST", protocol.SHUTDOWN)["pid"]
+    except DaemonUnreachable:
+        if settings.socket.exists() and _alive(settings):
+            raise
+        return _report(arguments, {"stopped": False}, "no daemon is running")
+    connection.close()
+    deadline = time.monotonic() + _DOWN_TIMEOUT_S
+    while _alive(settings):
+        if time.monotonic() > deadline:
+            raise ServiceError(f"daemon {pid} did not end in {_DOWN_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+    return _report(arguments, {"stopped": True, "pid": pid}, f"daemon {pid} has ended")
+
+
+def _alive(settings: Any) -> bool:
+    """Whether a daemon holds the store: its lock says so, whatever became of its socket."""
+    import fcntl
+
+    try:
+        with (settings.store / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    found = Connection(load_settings()).call("GET", protocol.STATUS)
+    store, counters = found["store"], found["counters"]
+    text = fields(
+        {
+            "version": f"{found['version']}, pid {found['pid']}, up {found['uptime_s']:.0f} s",
+            "socket": found["socket"],
+            "store": f"{store['path']}: {store['n_artifacts']} artifacts, {store['size_bytes'] / 1e6:.1f} MB on disk",
+            "state": store["degraded"] or "sound",
+            "builds": f"{found['n_running']} running, {found['n_queued']} queued, {found['jobs']} at once",
+            "counters": ", ".join(f"{count} {name}" for name, count in sorted(counters.items())) or "none yet",
+            "workers": ", ".join(f"{w['language']} (pid {w['pid']}, {w['n_jobs']} jobs)" for w in found["workers"]) or "none",
+        }
+    )
+    return _report(arguments, found, text)
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    rows, plain = [], []
+    for folder, definition, entry in every_entry(load_settings()):
+        axes = {axis.name: axis for axis in definition.axes.values()}
+        shown = [name if axis.default is None else f"{name}={axis.default}" for name, axis in axes.items()]
+        rows.append([entry.name, definition.language, " ".join(shown), entry.summary])
+        allowed = {name: {"allowed": axis.allowed, "default": axis.default} for name, axis in axes.items()}
+        row = {"name": entry.name, "language": definition.language, "summary": entry.summary, "axes": allowed}
+        plain.append({**row, "folder": str(folder)})
+    return _report(arguments, {"kernels": plain}, table(["NAME", "LANGUAGE", "AXES", "SUMMARY"], rows))
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    spec = dict(_assignment(text) for text in arguments.set)
+    wanted = [Wanted(arguments.name, target, spec) for target in arguments.target]
+    kernels = resolve(wanted, timeout_s=arguments.timeout, load=False)
+    plain = [describe(kernel) for kernel in kernels]
+    rows = [
+        [k["name"], k["target"], k["origin"], f"{k['seconds']:.3f} s", f"{k['size_bytes']} B", k["key"][:12], k["digest"][:12]]
+        for k in plain
+    ]
+    head = ["NAME", "TARGET", "ORIGIN", "TIME", "SIZE", "KEY", "DIGEST"]
+    return _report(arguments, plain[0] if len(plain) == 1 else {"kernels": plain}, table(head, rows))
+
+
+def describe(kernel: Kernel) -> dict[str, Any]:
+    """The stable JSON fields of one kernel."""
+    found = {
+        "name": kernel.name,
+        "key": kernel.key,
+        "digest": kernel.digest,
+        "target": str(kernel.target),
+        "origin": kernel.origin,
+        "size_bytes": kernel.manifest.size_bytes,
+        "seconds": round(kernel.seconds, 6),
+        "resources": kernel.resources,
+        "spec": kernel.manifest.spec,
+    }
+    generic = kernel.generic
+    found["generic"] = None if generic is None else {"key": generic.key, "digest": generic.digest}
+    return found
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    axis, equals, value = text.partition("=")
+    if not equals or not axis:
+        raise RequestError(f"--set {text!r} cannot be read", facts={"allowed": "--set AXIS=VALUE"})
+    return axis, value
+
+
+def _report(arguments: argparse.Namespace, plain: Any, text: str) -> int:
+    say(json.dumps(plain, indent=2) if arguments.json else text)
+    return 0

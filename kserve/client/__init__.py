@@ -1,0 +1,85 @@
+"""The client: `get_kernel` and its memo.
+
+A second call with the same spec is one dictionary lookup, keyed by the current device. Everything behind it is in
+`resolve.py`, which a process imports when it first asks: http.client and tomllib cost more than the rest of the client.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kserve.client.launch import Kernel
+from kserve.client.loader import driver
+from kserve.errors import LoadError, UnsupportedTarget
+
+__all__ = ["Kernel", "forget", "get_kernel", "get_kernels"]
+
+_memo: dict[Any, Kernel] = {}
+
+
+def get_kernel(name: str, *, target: str | None = None, timeout_s: float | None = None, **spec: Any) -> Kernel:
+    """The kernel of that name for that spec, ready to launch.
+
+    Args:
+        name:      an entry of the catalog (`kserve kernels` lists them).
+        target:    such as `cuda:sm_90`; left out, the current device's.
+        timeout_s: how long to wait for a build; the build itself goes on.
+        spec:      a value for each axis without a default.
+    Returns:
+        A Kernel. Nothing is compiled, read or sent when this process asked for the same before.
+    Raises:
+        UnknownKernel, InvalidSpec, UnsupportedTarget: the wish; BuildError: the build; ServiceError: the daemon;
+        LoadError: the driver.
+    """
+    try:
+        place = (name, target or driver().current_device(), *spec.items())
+        found = _memo.get(place)
+        if found is not None:
+            return found
+    except (TypeError, LoadError):  # an unhashable value, or no driver: the long road names it
+        place = None
+    kernel = _resolve([(name, spec)], target, timeout_s)[0]
+    if place is not None:
+        _memo[place] = kernel.as_memo()
+    return kernel
+
+
+def get_kernels(
+    wanted: list[tuple[str, dict[str, Any]]], *, target: str | None = None, timeout_s: float | None = None
+) -> list[Kernel]:
+    """Several kernels in one round trip; what is missing is built in parallel.
+
+    Args:
+        wanted: (name, spec) of each.
+    Returns:
+        Kernels, in the same order. Raises as `get_kernel`, for the first one that fails.
+    """
+    kernels = _resolve(wanted, target, timeout_s)
+    for (name, spec), kernel in zip(wanted, kernels, strict=True):
+        try:
+            _memo.setdefault((name, target or driver().current_device(), *spec.items()), kernel.as_memo())
+        except (TypeError, LoadError):
+            continue
+    return kernels
+
+
+def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeout_s: float | None) -> list[Kernel]:
+    from kserve.client.resolve import Wanted, resolve
+
+    if target is None:
+        try:
+            found = driver()
+            target = str(found.target_of(found.current_device()))
+        except LoadError as error:
+            raise UnsupportedTarget(
+                f"{wanted[0][0]} has no target: {error.message}", hint="name one: get_kernel(…, target='cuda:sm_90')"
+            ) from None
+    return resolve([Wanted(name, target, spec) for name, spec in wanted], timeout_s=timeout_s)
+
+
+def forget() -> None:
+    """Drop the memo and the connection: the next get_kernel reads settings and asks the daemon again."""
+    from kserve.client.resolve import disconnect
+
+    _memo.clear()
+    disconnect()

@@ -1,0 +1,145 @@
+"""One launch argument of any array library: its value, device and stream, or the error that names it.
+
+This is the slow and complete road. `launch.py` takes a shorter one for torch tensors that fit, and comes here with the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+from kserve.artifact import Param
+from kserve.client.loader import driver
+from kserve.errors import LaunchError
+from kserve.spec import DTYPES, SCALARS
+
+
+class Passed(NamedTuple):
+    """An argument, read.
+
+    Fields:
+        value:  what is packed: an address or a number.
+        device: of a pointer; None where it cannot be told (a null pointer, a number).
+        stream: the owner library's current stream; None where the owner has none.
+    """
+
+    value: Any
+    device: int | None = None
+    stream: int | None = None
+
+
+def read(kernel: str, param: Param, argument: object) -> Passed:
+    """The argument as its parameter needs it.
+
+    Raises: LaunchError naming kernel, parameter, what came and what is allowed.
+    """
+    if param.kind == "pointer":
+        return _pointer(kernel, param, argument)
+    if param.kind in ("struct", "tensor_map"):
+        return Passed(_block(kernel, param, argument))
+    return Passed(_number(kernel, param, argument))
+
+
+def _refused(kernel: str, param: Param, came: str, allowed: str, *, hint: str | None = None) -> LaunchError:
+    return LaunchError(f"{kernel}: argument {param.name} is {came}", facts={"allowed": allowed}, hint=hint)
+
+
+def _pointer(kernel: str, param: Param, argument: object) -> Passed:
+    if argument is None:
+        if param.nullable:
+            return Passed(0)
+        raise _refused(kernel, param, "None", f"an array of {param.dtype} on a CUDA device")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(argument, torch.Tensor):
+        return _tensor(kernel, param, argument, torch)
+    try:
+        interface = argument.__cuda_array_interface__  # type: ignore[attr-defined]
+    except AttributeError:
+        kind = "host memory" if hasattr(argument, "__array_interface__") else "not an array"
+        raise _refused(
+            kernel, param, f"a {type(argument).__name__}: {kind}", f"an array of {param.dtype} on a CUDA device"
+        ) from None
+    return _array(kernel, param, argument, interface)
+
+
+def _tensor(kernel: str, param: Param, tensor: Any, torch: Any) -> Passed:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.device.type != "cuda":
+        raise _refused(kernel, param, f"a tensor on {tensor.device}", "a tensor on a CUDA device", hint="move it with .cuda()")
+    if dtype != param.dtype:
+        raise _refused(kernel, param, f"a tensor of {dtype}", param.dtype)
+    if param.contiguous and not tensor.is_contiguous():
+        came = f"a strided view, shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        raise _refused(kernel, param, came, "a contiguous tensor", hint="call .contiguous() on it")
+    device = tensor.get_device()
+    return Passed(tensor.data_ptr(), device, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _array(kernel: str, param: Param, argument: object, interface: dict[str, Any]) -> Passed:
+    """Anything with `__cuda_array_interface__`, CuPy arrays among them (CUDA Array Interface, version 3)."""
+    typestr, (pointer, read_only) = interface["typestr"], interface["data"]
+    if typestr != DTYPES[param.dtype].typestr:
+        raise _refused(
+            kernel, param, f"an array of {typestr}", f"{param.dtype} ({DTYPES[param.dtype].typestr or 'torch only'})"
+        )
+    if param.contiguous and not _is_contiguous(interface):
+        came = f"a strided view, shape {interface['shape']}, strides {interface['strides']} bytes"
+        raise _refused(kernel, param, came, "a C-contiguous array")
+    device = driver().device_of_pointer(pointer) if pointer else None
+    if device is not None and device < 0:
+        raise _refused(kernel, param, f"at {pointer:#x}, which is no CUDA memory", "an array on a CUDA device")
+    if read_only and param.mutated:
+        raise _refused(kernel, param, "read-only", "an array the kernel may write to")
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(argument, cupy.ndarray):
+        return Passed(pointer, device, cupy.cuda.get_current_stream().ptr)
+    return Passed(pointer, device, interface.get("stream"))
+
+
+def _is_contiguous(interface: dict[str, Any]) -> bool:
+    strides, expected = interface.get("strides"), int(interface["typestr"][2:])
+    if strides is None:
+        return True
+    for extent, stride in zip(reversed(interface["shape"]), reversed(strides), strict=True):
+        if extent > 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _block(kernel: str, param: Param, argument: object) -> bytes:
+    if not isinstance(argument, bytes | bytearray | memoryview) or len(bytes(argument)) != param.size_bytes:
+        raise _refused(kernel, param, f"a {type(argument).__name__}", f"exactly {param.size_bytes} bytes")
+    return bytes(argument)
+
+
+def _number(kernel: str, param: Param, argument: object) -> int | float | bool:
+    if hasattr(argument, "__cuda_array_interface__") or hasattr(argument, "data_ptr"):
+        raise _refused(
+            kernel, param, f"an array ({type(argument).__name__})", f"a number ({param.kind})", hint="pass its .item()"
+        )
+    if param.kind == "bool":
+        if str(argument) in ("True", "False"):
+            return str(argument) == "True"
+        raise _refused(kernel, param, f"{argument!r}", "True, False")
+    if param.kind.startswith("f"):
+        return _float(kernel, param, argument)
+    return _integer(kernel, param, argument)
+
+
+def _float(kernel: str, param: Param, argument: object) -> float:
+    if isinstance(argument, str | bytes | bool) or not hasattr(argument, "__float__"):
+        raise _refused(kernel, param, f"{argument!r} ({type(argument).__name__})", f"a number ({param.kind})")
+    return float(argument.__float__())
+
+
+def _integer(kernel: str, param: Param, argument: object) -> int:
+    bits = DTYPES[SCALARS[param.kind]].size_bytes * 8
+    low, high = (0, 2**bits - 1) if param.kind.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    allowed = f"an integer from {low} to {high} ({param.kind})"
+    if isinstance(argument, bool) or not hasattr(argument, "__index__"):
+        raise _refused(kernel, param, f"{argument!r} ({type(argument).__name__})", allowed)
+    value = int(argument.__index__())
+    if not low <= value <= high:
+        raise _refused(kernel, param, f"{value}", allowed)
+    return value

@@ -1,0 +1,188 @@
+"""The driver: loads binaries through its library API and hands out functions. ctypes, 2 ms, no binding is imported."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+
+from kserve.artifact import Artifact
+from kserve.errors import LoadError
+from kserve.target import Target, parse_target, target_of_capability
+
+NO_CONTEXT = 201  # CUDA_ERRORNO_CONTEXT: the calling thread has none
+_NOT_INITIALIZED = 3
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _SHARED_OPTIN = 75, 76, 97  # CUdevice_attribute
+_FUNCTION_SHARED_STATIC, _FUNCTION_SHARED_DYNAMIC = 1, 8  # CUfunction_attribute
+_POINTER_DEVICE = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+
+
+class Driver:
+    """libcuda, initialised.
+
+    Raises: LoadError when there is no driver, or no device.
+    """
+
+    def __init__(self) -> None:
+        try:
+            # Two views of one library: calls that take under a microsecond keep the interpreter's lock.
+            self.slow = ctypes.CDLL("libcuda.so.1")
+            self.quick = ctypes.PyDLL("libcuda.so.1")
+        except OSError:
+            raise LoadError(
+                "there is no NVIDIA driver on this machine (libcuda.so.1)",
+                hint="name a target to build without one: get_kernel(…, target='cuda:sm_90')",
+            ) from None
+        self.launch = self.slow.cuLaunchKernel
+        self.launch.argtypes = [c_void_p, *([c_uint] * 7), c_void_p, c_void_p, c_void_p]
+        self._current = self.quick.cuCtxGetDevice
+        self._primaries: dict[int, c_void_p] = {}
+        self.pid = os.getpid()
+        self.check(self.slow.cuInit(0), "initialise the driver")
+        version = c_int()
+        self.check(self.slow.cuDriverGetVersion(byref(version)), "read the driver's version")
+        self.version = version.value
+
+    def check(self, status: int, what: str) -> None:
+        """Raises LoadError for any status but 0."""
+        if status == 0:
+            return
+        if status == _NOT_INITIALIZED and os.getpid() != self.pid:
+            raise LoadError(
+                f"cannot {what}: this process was forked after CUDA was initialised in its parent",
+                hint="start workers with the spawn method: multiprocessing.set_start_method('spawn')",
+            )
+        name, text = c_char_p(), c_char_p()
+        self.slow.cuGetErrorName(status, byref(name))
+        self.slow.cuGetErrorString(status, byref(text))
+        reason = b": ".join(part for part in (name.value, text.value) if part).decode()
+        raise LoadError(f"cannot {what}: {reason or f'driver status {status}'}")
+
+    def current_device(self) -> int:
+        """The device of the calling thread's current context; 0 when it has none yet."""
+        device = c_int()
+        status = self._current(byref(device))
+        if status and status != NO_CONTEXT:
+            self.check(status, "ask for the current device")
+        return device.value
+
+    def has_context(self) -> bool:
+        return bool(self._current(byref(c_int())) == 0)
+
+    def target_of(self, device: int) -> Target:
+        """Raises LoadError when there is no such device."""
+        return target_of_capability(self._attribute(device, _CAPABILITY_MAJOR), self._attribute(device, _CAPABILITY_MINOR))
+
+    def _attribute(self, device: int, attribute: int) -> int:
+        value = c_int()
+        self.check(self.slow.cuDeviceGetAttribute(byref(value), attribute, device), f"ask CUDA device {device}")
+        return value.value
+
+    def shared_bytes_limit(self, device: int) -> int:
+        return self._attribute(device, _SHARED_OPTIN)
+
+    def device_of_pointer(self, pointer: int) -> int:
+        """The device whose memory the pointer lies in, or -1 for memory the driver does not know."""
+        device = c_int(-1)
+        status = self.quick.cuPointerGetAttribute(byref(device), _POINTER_DEVICE, c_void_p(pointer))
+        return -1 if status else device.value
+
+    @contextmanager
+    def on_device(self, device: int) -> Iterator[None]:
+        """Make a context of that device current for the block: the caller's own where it fits, else the primary one.
+
+        A thread without any context, such as autograd's, keeps the primary one, as after its first call of the runtime.
+        """
+        if not self.has_context():
+            self.check(self.slow.cuCtxSetCurrent(self._primary(device)), f"use CUDA device {device}")
+        if self.current_device() == device:
+            yield
+            return
+        self.check(self.slow.cuCtxPushCurrent_v2(self._primary(device)), f"use CUDA device {device}")
+        try:
+            yield
+        finally:
+            self.slow.cuCtxPopCurrent_v2(byref(c_void_p()))
+
+    def _primary(self, device: int) -> c_void_p:
+        """The device's primary context, the one torch and CuPy use; held for the life of the process."""
+        if device not in self._primaries:
+            context = c_void_p()
+            self.check(self.slow.cuDevicePrimaryCtxRetain(byref(context), device), f"use CUDA device {device}")
+            self._primaries[device] = context
+        return self._primaries[device]
+
+
+_driver: Driver | None = None
+
+
+def driver() -> Driver:
+    """The process's driver. Raises: LoadError."""
+    global _driver  # noqa: PLW0603 - one driver a process
+    if _driver is None:
+        _driver = Driver()
+    return _driver
+
+
+class Library:
+    """One binary, loaded, and its function on each device it was asked for.
+
+    Raises: LoadError when the binary does not fit this driver or device, before the driver sees a byte of it.
+    """
+
+    def __init__(self, artifact: Artifact, *, device: int) -> None:
+        self._artifact = artifact
+        self._driver = driver()
+        self.functions: dict[int, int] = {}
+        self._check_contract(device)
+        handle = c_void_p()
+        image = ctypes.create_string_buffer(artifact.payload, len(artifact.payload))
+        status = self._driver.slow.cuLibraryLoadData(byref(handle), image, None, None, 0, None, None, 0)
+        self._driver.check(status, f"load {artifact.manifest.name} ({artifact.manifest.target})")
+        self._handle = handle
+        self.load_on(device)
+
+    def _check_contract(self, device: int) -> None:
+        manifest = self._artifact.manifest
+        contract = manifest.contract
+        if contract.format != "cubin":
+            raise LoadError(f"{manifest.name} is a {contract.format} for {manifest.target}: only CUDA binaries run here")
+        if self._driver.version < contract.minimum_driver:
+            ours, needed = _release(self._driver.version), _release(contract.minimum_driver)
+            raise LoadError(f"{manifest.name} needs a driver for CUDA {needed} or newer, this one is for {ours}")
+        if any(contract.scratch_bytes):
+            raise LoadError(f"{manifest.name} needs {sum(contract.scratch_bytes)} bytes of scratch a block: not supported")
+        self._check_device(device)
+
+    def _check_device(self, device: int) -> None:
+        manifest, found = self._artifact.manifest, self._driver.target_of(device)
+        if not parse_target(manifest.target).runs_on(found.capability):
+            raise LoadError(
+                f"{manifest.name} was built for {manifest.target}, CUDA device {device} is {found}",
+                hint=f"get_kernel(…, target='{found}'), or leave target out",
+            )
+
+    def load_on(self, device: int) -> int:
+        """The function's handle on that device, its code resident: a launch of it loads nothing."""
+        name = self._artifact.manifest.name
+        self._check_device(device)
+        check, slow = self._driver.check, self._driver.slow
+        kernel, function = c_void_p(), c_void_p()
+        symbol = self._artifact.manifest.contract.symbol.encode()
+        with self._driver.on_device(device):
+            check(slow.cuLibraryGetKernel(byref(kernel), self._handle, symbol), f"find {symbol.decode()} in {name}")
+            check(slow.cuKernelGetFunction(byref(function), kernel), f"load {name} on device {device}")
+            check(slow.cuFuncLoad(function), f"load {name} on device {device}")
+            static = c_int()
+            check(slow.cuFuncGetAttribute(byref(static), _FUNCTION_SHARED_STATIC, function), f"inspect {name}")
+            most = self._driver.shared_bytes_limit(device) - static.value
+            check(slow.cuFuncSetAttribute(function, _FUNCTION_SHARED_DYNAMIC, most), f"raise shared memory of {name}")
+        assert function.value is not None
+        self.functions[device] = function.value
+        return function.value
+
+
+def _release(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"

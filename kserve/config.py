@@ -1,0 +1,307 @@
+"""Settings: defaults < /etc/kserve/config.toml < ~/.config/kserve/config.toml < environment < flags.
+
+The only file that reads the environment. `docs/configuration.md` lists every setting.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kserve.errors import ForeignPeer, RequestError, StoreError
+
+_PACKAGE = Path(__file__).resolve().parent
+# Runs a module of this very package in another interpreter, without putting the directory it lies in on that one's path.
+_BOOTSTRAP = """
+import importlib, importlib.util as util, sys
+root, module = sys.argv[1:3]
+spec = util.spec_from_file_location("kserve", root + "/__init__.py", submodule_search_locations=[root])
+sys.modules["kserve"] = package = util.module_from_spec(spec)
+spec.loader.exec_module(package)
+del sys.argv[1:3]
+sys.exit(importlib.import_module(module).main())
+"""
+# sun_path holds 108 bytes, one of them the terminating zero.
+_LONGEST_SOCKET_PATH = 107
+# A batch system or a container owns its processes: a daemon left behind there surprises people.
+_NO_AUTOSTART = ("CI", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
+
+
+class Settings(NamedTuple):
+    """Everything that can be set, with its default. A field's environment variable is in `_VARIABLES`."""
+
+    store: Path = Path("cache/store")
+    runtime_dir: Path = Path("/tmp")  # noqa: S108 - always replaced by load_settings
+    kernel_path: tuple[Path, ...] = ()
+    autostart: bool = True
+    no_build: bool = False
+    jobs: int = 1
+    idle_s: float = 600.0
+    build_timeout_s: float = 600.0
+    client_timeout_s: float = 600.0
+    failure_memory_s: float = 30.0
+    job_memory_bytes: int = 16 << 30
+    trusted_uids: tuple[int, ...] = ()
+    log: str = "info"
+
+    @property
+    def socket(self) -> Path:
+        """Where the daemon of this store listens: one name per real path of the store."""
+        path = self.runtime_dir / "kserve" / sha256(str(self.store).encode()).hexdigest()[:12] / "kserve.sock"
+        if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+            raise StoreError(
+                f"socket path {path} is longer than {_LONGEST_SOCKET_PATH} bytes",
+                hint="set KSERVE_RUNTIME_DIR to a shorter directory",
+            )
+        return path
+
+
+def _flag(text: str) -> bool:
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    return words[text.lower()]
+
+
+def _paths(text: str) -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser().resolve() for part in text.split(os.pathsep) if part)
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().resolve()
+
+
+def _uids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.replace(",", " ").split())
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _level(text: str) -> str:
+    if text.lower() not in ("debug", "info", "warning", "error"):
+        raise ValueError
+    return text.lower()
+
+
+# field -> (environment variable, reader, what is allowed)
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "store": ("KSERVE_STORE", _path, "a directory"),
+    "runtime_dir": ("KSERVE_RUNTIME_DIR", _path, "a directory"),
+    "kernel_path": ("KSERVE_PATH", _paths, "directories, separated by colons"),
+    "autostart": ("KSERVE_AUTOSTART", _flag, "0 or 1"),
+    "no_build": ("KSERVE_NO_BUILD", _flag, "0 or 1"),
+    "jobs": ("KSERVE_JOBS", _count, "a whole number from 1"),
+    "idle_s": ("KSERVE_IDLE_S", _positive, "seconds above 0"),
+    "build_timeout_s": ("KSERVE_BUILD_TIMEOUT_S", _positive, "seconds above 0"),
+    "client_timeout_s": ("KSERVE_CLIENT_TIMEOUT_S", _positive, "seconds above 0"),
+    "failure_memory_s": ("KSERVE_FAILURE_MEMORY_S", _positive, "seconds above 0"),
+    "job_memory_bytes": ("KSERVE_JOB_MEMORY_BYTES", _count, "a whole number of bytes"),
+    "trusted_uids": ("KSERVE_TRUSTED_UIDS", _uids, "user ids, separated by commas"),
+    "log": ("KSERVE_LOG", _level, "debug, info, warning, error"),
+}
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings in force.
+
+    Args:
+        flags:   values from a command line, under the fields' names; None means not given.
+        environ: in place of the process's environment.
+    Raises:
+        RequestError: a value that cannot be read, with its source, the value and what is allowed.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = _defaults(environ)
+    for path in _config_files(environ):
+        values.update(_from_file(path))
+    for field, (variable, reader, allowed) in _VARIABLES.items():
+        text = environ.get(variable, "")
+        if text:
+            values[field] = _read(variable, text, reader=reader, allowed=allowed)
+    values.update({field: value for field, value in (flags or {}).items() if value is not None})
+    return Settings(**values)
+
+
+def _read(source: str, text: str, *, reader: Callable[[str], Any], allowed: str) -> Any:
+    try:
+        return reader(text)
+    except (ValueError, KeyError, OSError):
+        raise RequestError(f"{source} cannot be {text!r}", facts={"allowed": allowed}) from None
+
+
+def _config_files(environ: Mapping[str, str]) -> list[Path]:
+    home = environ.get("XDG_CONFIG_HOME") or (environ["HOME"] + "/.config" if environ.get("HOME") else "")
+    candidates = [Path("/etc/kserve/config.toml"), *([Path(home) / "kserve/config.toml"] if home else [])]
+    return [path for path in candidates if path.is_file()]
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path} cannot be read: {error}") from None
+    unknown = sorted(set(table) - set(_VARIABLES))
+    if unknown:
+        raise RequestError(f"{path} has unknown settings {', '.join(unknown)}", facts={"allowed": ", ".join(_VARIABLES)})
+    found = {}
+    for field, value in table.items():
+        text = os.pathsep.join(map(str, value)) if field == "kernel_path" and isinstance(value, list) else str(value)
+        found[field] = _read(f"{path}: {field}", text, reader=_VARIABLES[field][1], allowed=_VARIABLES[field][2])
+    return found
+
+
+def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "store": _default_store(environ),
+        "runtime_dir": Path(environ.get("XDG_RUNTIME_DIR") or f"/tmp/kserve-{os.getuid()}"),  # noqa: S108 - verified
+        "autostart": not any(environ.get(name) for name in _NO_AUTOSTART),
+        "jobs": usable_cores(),
+    }
+
+
+def _default_store(environ: Mapping[str, str]) -> Path:
+    checkout = _PACKAGE.parent
+    if (checkout / "pyproject.toml").is_file() and (checkout / "cuda_src").is_dir():
+        return checkout / "cache" / "store"
+    cache = environ.get("XDG_CACHE_HOME") or (environ["HOME"] + "/.cache" if environ.get("HOME") else "")
+    if cache and _makeable(Path(cache)):
+        return Path(cache).resolve() / "kserve"
+    scratch = environ.get("SLURM_TMPDIR") or environ.get("TMPDIR") or "/var/tmp"  # noqa: S108 - verified on opening
+    return Path(scratch).resolve() / f"kserve-{os.getuid()}"
+
+
+def _makeable(path: Path) -> bool:
+    """Whether the directory is there and writable, or its nearest existing parent is."""
+    while not path.exists():
+        if path == path.parent:
+            return False
+        path = path.parent
+    return path.is_dir() and os.access(path, os.W_OK)
+
+
+def usable_cores() -> int:
+    """Cores this process may use: its affinity, cut to the cgroup's CPU quota (rounded up)."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        return cores
+
+
+def private_directory(path: Path) -> Path:
+    """Make the directory 0700, or check that an existing one is ours and nobody else can write to it.
+
+    Raises: ForeignPeer when it belongs to another user or others can write to it; StoreError when it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise StoreError(
+            f"directory {path} cannot be made: {error.strerror}",
+            hint="set KSERVE_STORE and KSERVE_RUNTIME_DIR to directories this user can write to",
+        ) from None
+    refuse_foreign(path, found, uid=os.getuid())
+    return path
+
+
+def refuse_foreign(path: Path, found: os.stat_result, *, uid: int) -> None:
+    """Raises ForeignPeer unless `path` belongs to `uid`, is a real directory and only its owner can write to it."""
+    reason = ""
+    if not stat.S_ISDIR(found.st_mode):
+        reason = "it is not a directory"
+    elif found.st_uid != uid:
+        reason = f"it belongs to uid {found.st_uid}, this process is uid {uid}"
+    elif found.st_mode & 0o022:
+        reason = f"others can write to it (mode {stat.S_IMODE(found.st_mode):04o})"
+    if reason:
+        raise ForeignPeer(f"directory {path} is refused: {reason}", facts={"allowed": "owned by this user, mode 0700"})
+
+
+def built_in_roots() -> tuple[Path, ...]:
+    """The folders of the built-in kernels: beside the package in a checkout, inside it in a wheel."""
+    for base in (_PACKAGE.parent, _PACKAGE / "_kernels"):
+        if (base / "cuda_src").is_dir():
+            return (base / "cuda_src", base / "triton_src")
+    return ()
+
+
+def environment_of_process() -> dict[str, Any]:
+    """What decides which compilers this process would use: interpreter, PYTHONPATH, versions already imported."""
+    loaded = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in ("torch", "triton")}
+    parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    site = sys.modules.get("site")  # a worker has another HOME: name the user's own packages
+    if site is not None and getattr(site, "ENABLE_USER_SITE", False):
+        parts.append(str(getattr(site, "USER_SITE", "")))
+    python_path = [str(Path(part).resolve()) for part in parts if part and Path(part).is_dir()]
+    return {
+        "python": sys.executable,
+        "python_path": python_path,
+        "loaded": {k: v for k, v in loaded.items() if v},
+    }
+
+
+def python_command(python: str, module: str, *arguments: str) -> list[str]:
+    """The command line that calls `module.main()` of this package under that interpreter."""
+    return [python, "-P", "-c", _BOOTSTRAP, str(_PACKAGE), module, *arguments]
+
+
+def daemon_environment() -> dict[str, str]:
+    """The environment of a daemon that a client starts: kserve's own settings and what finds a user's packages."""
+    kept = ("PATH", "HOME", "LANG", "PYTHONPATH", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR")
+    return {name: value for name, value in os.environ.items() if name in kept or name.startswith("KSERVE_")}
+
+
+def worker_environment(python_path: list[str], scratch: Path) -> dict[str, str]:
+    """The whole environment of a worker process: nothing of the daemon's or a caller's leaks into a build.
+
+    Vendors' hidden caches are off; Triton writes no line table, which would hold paths, and prints the assembler's report.
+    """
+    return {
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "LANG": "C.UTF-8",
+        "HOME": str(scratch),
+        "TMPDIR": str(scratch),
+        "PYTHONPATH": os.pathsep.join(python_path),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        "CUDA_CACHE_DISABLE": "1",
+        "TRITON_DISABLE_LINE_INFO": "1",
+        "TRITON_DUMP_PTXAS_LOG": "1",
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+    }
+
+
+def enter_scratch(scratch: Path) -> None:
+    """Make this process keep its temporary files and the compilers' own caches under `scratch`."""
+    import tempfile
+
+    tempfile.tempdir = None
+    os.environ.update(HOME=str(scratch), TMPDIR=str(scratch), TRITON_CACHE_DIR=str(scratch / "triton"))

@@ -1,0 +1,114 @@
+"""KernelDef: what a kernel folder defines, and what a spec and a target become under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget
+from kserve.expression import Expression
+from kserve.spec import Axis, Spec, normalise_spec
+from kserve.target import Target
+
+
+class Argument(NamedTuple):
+    """One argument of an entry, in launch order.
+
+    Fields:
+        kind:         `pointer`, a scalar (`i32`, `f32`, …), `struct`, `tensor_map` or `constexpr`.
+        dtype:        element type of a pointer: a dtype, or the name of a dtype axis.
+        size_bytes:   of a struct.
+        value:        of a constexpr.
+        mutated:      the kernel writes through this pointer.
+        nullable:     None is passed as a null pointer.
+        contiguous:   a strided view is refused.
+        align:        the fact that the pointer is divisible by this many bytes; 0 for no such fact.
+        divisible_by: the fact that the integer is divisible by this; 0 for no such fact.
+    """
+
+    name: str
+    kind: str
+    dtype: str = ""
+    size_bytes: int = 0
+    value: Expression | None = None
+    mutated: bool = False
+    nullable: bool = False
+    contiguous: bool = True
+    align: int = 0
+    divisible_by: int = 0
+
+    @property
+    def has_fact(self) -> bool:
+        return bool(self.align or self.divisible_by)
+
+
+class Launch(NamedTuple):
+    """How an entry is launched: integer expressions over integer arguments, spec, derived axes and constexprs."""
+
+    grid: tuple[Expression, ...]
+    block: tuple[Expression, ...] = ()  # CUDA only: Triton's comes from the compiled result
+    shared_bytes: Expression | None = None  # dynamic; CUDA only
+
+    def expressions(self) -> list[Expression]:
+        return [*self.grid, *self.block, *([self.shared_bytes] if self.shared_bytes else [])]
+
+
+class Entry(NamedTuple):
+    """One kernel of a folder: what `get_kernel` finds by name."""
+
+    name: str
+    summary: str
+    function: str
+    arguments: tuple[Argument, ...]
+    launch: Launch
+
+    @property
+    def has_facts(self) -> bool:
+        return any(argument.has_fact for argument in self.arguments)
+
+
+class KernelDef(NamedTuple):
+    """A kernel folder."""
+
+    language: str
+    sources: tuple[str, ...]
+    headers: tuple[str, ...]
+    shared_headers: tuple[str, ...]
+    axes: dict[str, Axis]
+    derived: dict[str, Expression]
+    options: dict[str, tuple[str, ...] | Expression]
+    features: str
+    minimum_cuda: int | None
+    hip: tuple[str, ...]
+    entries: dict[str, Entry]
+
+    def specialise(self, entry: Entry, wanted: Mapping[str, object]) -> Spec:
+        """The full spec: the caller's values, defaults, then derived axes.
+
+        Raises: InvalidSpec.
+        """
+        spec = normalise_spec(entry.name, self.axes, wanted)
+        for name, expression in self.derived.items():
+            try:
+                spec[name] = expression.evaluate(spec)
+            except InvalidDefinition as error:
+                raise InvalidSpec(f"derived axis {name} of {entry.name}: {error.message}") from None
+        return spec
+
+    def resolve_target(self, entry: Entry, target: Target) -> Target:
+        """The exact target this kernel is built for.
+
+        Raises: UnsupportedTarget when the kernel is not made for that arch.
+        """
+        if target.backend == "hip":
+            if target.arch in self.hip:
+                return target
+            allowed = ", ".join(f"hip:{arch}" for arch in self.hip) or f"CUDA targets only ({self.language})"
+        elif self.minimum_cuda is None:
+            allowed = ", ".join(f"hip:{arch}" for arch in self.hip)
+        elif target.capability >= self.minimum_cuda:
+            # Triton compiles for the exact arch wherever one exists: naming it otherwise would name other bytes.
+            return target.with_features("arch" if self.language == "triton" else self.features)
+        else:
+            allowed = f"cuda:sm_{self.minimum_cuda} and newer"
+        raise UnsupportedTarget(f"{entry.name} is not made for {target}", facts={"allowed": allowed})

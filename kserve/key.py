@@ -1,0 +1,37 @@
+"""The build key: a hash of everything that is known before a build.
+
+A key is made of components, label -> text, which are kept with the artifact: two keys can always be compared in words. What
+goes in is decided in `kserve/build/plan.py`; this file only says how components become one hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+# Part of every key. Raise it when the meaning of a component changes: old entries then simply no longer match.
+KEY_SCHEMA = 1
+
+
+def build_key(components: Mapping[str, str]) -> str:
+    """SHA-256, hex, over the schema number and each component: label and text, each led by its length.
+
+    The order of `components` plays no part; an ordered list carries its position in the label.
+    """
+    hasher = hashlib.sha256(b"kserve-key %d\n" % KEY_SCHEMA)
+    for label in sorted(components):
+        for part in (label.encode(), components[label].encode()):
+            hasher.update(b"%d:" % len(part))
+            hasher.update(part)
+    return hasher.hexdigest()
+
+
+def digest_of(content: bytes) -> str:
+    """SHA-256 of the bytes, hex: the name of a payload or a source."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def canonical_json(value: object) -> str:
+    """JSON with one spelling per value: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -1,0 +1,76 @@
+"""The documented functions in front of the built-in kernels, one module each.
+
+    from kserve.ops import norm_residual, realspace
+
+An op is imported when it is first named, and torch with it. Each module also has `reference`, the same function in plain
+torch: it serves CPU tensors and whatever the kernel is not made for.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from kserve.errors import LaunchError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from kserve.ops.norm_residual import norm_residual as norm_residual
+    from kserve.ops.realspace import realspace as realspace
+
+__all__ = ["norm_residual", "realspace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{name}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
+class _Package(ModuleType):
+    """An op has the name of its module: the name means the function, whichever was imported first."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in __all__ and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def check_shape(name: str, tensor: Any, shape: Sequence[int]) -> None:
+    """Raises LaunchError unless the tensor has that shape."""
+    if tensor.shape != tuple(shape):
+        raise LaunchError(
+            f"{name} has shape {list(tensor.shape)}",
+            facts={"allowed": str(list(shape))},
+        )
+
+
+def check_dtype(name: str, tensor: Any, allowed: Sequence[Any]) -> None:
+    """Raises LaunchError unless the tensor has one of those dtypes."""
+    if tensor.dtype not in allowed:
+        raise LaunchError(
+            f"{name} has dtype {_plain(tensor.dtype)}",
+            facts={"allowed": ", ".join(_plain(dtype) for dtype in allowed)},
+        )
+
+
+def check_device(name: str, tensor: Any, device: Any) -> None:
+    """Raises LaunchError unless the tensor lies on that device."""
+    if tensor.device != device:
+        raise LaunchError(f"{name} lies on {tensor.device}", facts={"allowed": f"{device}, where the first argument lies"})
+
+
+def _plain(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,94 @@
+"""What client and daemon say to each other: paths, versions, and the shapes of requests and answers.
+
+Plain JSON objects over HTTP/1.1 on a unix socket. `kserve/server/models.py` describes the same shapes to FastAPI; here they
+are built and read without importing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kserve.artifact import Manifest, manifest_from_json
+from kserve.errors import KserveError, ProtocolMismatch, from_wire
+
+# Raised when an old client and a new daemon could misunderstand each other.
+PROTOCOL = 1
+
+HEALTH = "/v1/health"
+STATUS = "/v1/status"
+KERNELS = "/v1/kernels"
+RESOLVE = "/v1/resolve"
+SOURCES = "/v1/sources"
+BUILDS = "/v1/builds"
+ARTIFACTS = "/v1/artifacts"
+SHUTDOWN = "/v1/shutdown"
+
+ORIGINS = ("built", "joined", "disk", "remote", "memo")
+
+
+class Resolved(NamedTuple):
+    """One variant of a kernel as the service answered it: its manifest, where it came from, seconds spent on it."""
+
+    manifest: Manifest
+    origin: str
+    seconds: float
+
+
+class Pending(NamedTuple):
+    """A build that is not done yet: which, how long it has run, how many wait in front of it."""
+
+    build: str
+    seconds: float
+    n_ahead: int
+
+
+def kernel_request(
+    name: str, *, files: Mapping[str, str], spec: Mapping[str, object], target: str, environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One wanted kernel.
+
+    Args:
+        files:       relative name -> digest of the kernel.toml and every source; the bytes are sent only when asked for.
+        spec:        axis -> value, as the caller gave them.
+        environment: interpreter, PYTHONPATH and imported versions of the caller (`config.environment_of_process`).
+    """
+    plain = {axis: value if isinstance(value, bool | int | str) else str(value) for axis, value in spec.items()}
+    return {
+        "name": name,
+        "files": dict(files),
+        "spec": plain,
+        "target": target,
+        "environment": dict(environment),
+    }
+
+
+def resolve_request(kernels: list[dict[str, Any]], *, client: str, version: str, wait_s: float) -> dict[str, Any]:
+    """A whole resolve request.
+
+    Args:
+        client:  a random name of this process: it tells the caller whose build it was.
+        wait_s:  how long the daemon may hold the answer back; a build that takes longer is answered as pending.
+    """
+    return {"protocol": PROTOCOL, "version": version, "client": client, "wait_s": wait_s, "kernels": kernels}
+
+
+def read_result(plain: Mapping[str, Any]) -> list[Resolved] | Pending | KserveError:
+    """One kernel's part of a resolve answer: its variants (declared facts first), or pending, or the error."""
+    if "error" in plain:
+        return from_wire(plain["error"])
+    if "pending" in plain:
+        return Pending(**plain["pending"])
+    return [
+        Resolved(manifest_from_json(variant["manifest"]), variant["origin"], variant["seconds"])
+        for variant in plain["variants"]
+    ]
+
+
+def check_protocol(theirs: object, *, version: str, ours: str) -> None:
+    """Raises ProtocolMismatch, naming both versions, unless the other side speaks this protocol."""
+    if theirs != PROTOCOL:
+        raise ProtocolMismatch(
+            f"kserve {version} (protocol {theirs}) and kserve {ours} (protocol {PROTOCOL}) cannot talk to each other",
+            hint="run the same release on both sides; `kserve down` ends the running daemon",
+        )

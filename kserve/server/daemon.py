@@ -1,0 +1,179 @@
+"""The daemon process: the store's lock, the socket, uvicorn, and the ways it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kserve.config import Settings, private_directory
+from kserve.errors import ServiceError, StoreError
+from kserve.server.app import create_app
+from kserve.service import KernelService
+from kserve.store.files import FileStore
+
+logger = logging.getLogger("kserve")
+_BACKLOG = 1024
+_GRACE_S = 2
+_PEER_FORMAT = "3i"  # struct ucred: pid, uid, gid
+
+
+class PeerCheckedProtocol(HttpToolsProtocol):
+    """HTTP for trusted users only: a connection of any other uid is closed before a byte of it is read."""
+
+    trusted_uids: frozenset[int] = frozenset()
+
+    def connection_made(self, transport: Any) -> None:
+        peer = transport.get_extra_info("socket")
+        size = struct.calcsize(_PEER_FORMAT)
+        _, uid, _ = struct.unpack(_PEER_FORMAT, peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        if uid not in self.trusted_uids:
+            logger.warning("refused uid=%d", uid)
+            transport.abort()
+            return
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if getattr(self, "transport", None) is not None:
+            super().connection_lost(exc)
+
+
+def run(settings: Settings) -> None:
+    """Run a daemon until it is told to end or has been idle for `settings.idle_s`.
+
+    Raises: ServiceError when the store already has a daemon; StoreError, ForeignPeer when a directory cannot be used.
+    """
+    _set_up_log(settings.log)
+    store = FileStore(settings.store, writable=True)
+    with _store_lock(settings.store):
+        _sweep(store)
+        listener = _listen(settings.socket)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(settings, store, listener))
+        finally:
+            settings.socket.unlink(missing_ok=True)
+            logger.info("ended pid=%d", os.getpid())
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which raises the signal again and so skips our own end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(settings: Settings, store: FileStore, listener: socket.socket) -> None:
+    service = KernelService(settings, store)
+    trusted = frozenset({os.getuid(), *settings.trusted_uids})
+    ending: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        server.should_exit = True
+        ending.append(asyncio.create_task(service.close()))  # requests that wait for a build are answered at once
+
+    app = create_app(service, stop=stop)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http=type("Protocol", (PeerCheckedProtocol,), {"trusted_uids": trusted}),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_S,
+            server_header=False,
+        )
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    logger.info("listening socket=%s store=%s pid=%d", settings.socket, settings.store, os.getpid())
+    watch = asyncio.create_task(_watch(app, service, stop))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        watch.cancel()
+        await service.close()
+
+
+async def _watch(app: Any, service: KernelService, stop: Callable[[], None]) -> None:
+    """End the server when it has been idle for long enough."""
+    idle_s = service.settings.idle_s
+    while True:
+        await asyncio.sleep(min(1.0, idle_s / 4))
+        busy = service.leases.running or service.pool.n_queued
+        if not busy and time.monotonic() - app.state.last_request > idle_s:
+            logger.info("idle seconds=%.0f", idle_s)
+            stop()
+            return
+
+
+def _listen(path: Path) -> socket.socket:
+    """Bind the socket at 0600 in directories that are ours alone. We hold the store's lock: an old socket is dead."""
+    for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
+        private_directory(directory)
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(previous)
+    listener.listen(_BACKLOG)
+    listener.setblocking(False)  # noqa: FBT003 - the standard library's signature
+    return listener
+
+
+@contextlib.contextmanager
+def _store_lock(root: Path) -> Iterator[None]:
+    """Hold the store's lock; the kernel frees it however this process ends."""
+    try:
+        file: IO[str] = (root / "lock").open("a+")
+    except OSError as error:
+        raise StoreError(f"{root / 'lock'} cannot be opened: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise ServiceError(
+                f"store {root} already has a daemon (pid {holder})", hint="kserve status shows it, kserve down ends it"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _sweep(store: FileStore) -> None:
+    """Remove what a killed daemon left unfinished. The lock is ours, so nobody is at work in there."""
+    for entry in (store.root / "tmp").iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _set_up_log(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%dT%H:%M:%S%z"
+    )
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,55 @@
+"""The shapes of `kserve/protocol.py` as FastAPI documents and checks them. The client never imports this file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from kserve.build.pool import Environment
+from kserve.service import KernelRequest
+
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Text = Annotated[str, StringConstraints(max_length=4096)]
+# No parent folders, no absolute paths: the name becomes a path inside the staging directory.
+FileName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*$", max_length=200)
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class EnvironmentModel(_Model):
+    """The caller's interpreter, its extra path, and the versions of torch and Triton it has imported."""
+
+    python: Text
+    python_path: list[Text] = Field(default=[], max_length=100)
+    loaded: dict[Text, Text] = Field(default={}, max_length=10)
+
+
+class KernelModel(_Model):
+    """One wanted kernel: `files` names every file of its folder by digest."""
+
+    name: Text
+    files: dict[FileName, Digest] = Field(max_length=1000)
+    spec: dict[Text, bool | int | Text] = Field(default={}, max_length=100)
+    target: Text
+    environment: EnvironmentModel
+
+    def to_request(self) -> KernelRequest:
+        environment = Environment(
+            self.environment.python, tuple(self.environment.python_path), tuple(sorted(self.environment.loaded.items()))
+        )
+        return KernelRequest(self.name, dict(self.files), dict(self.spec), self.target, environment)
+
+
+class ResolveModel(_Model):
+    """Kernels to resolve; the answer is held back for at most `wait_s` seconds while they are built."""
+
+    protocol: int
+    version: Text
+    client: Text
+    wait_s: float = Field(ge=0, le=600)
+    kernels: list[KernelModel] = Field(max_length=1000)

@@ -1,0 +1,184 @@
+"""The routes under /v1."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Path, Query, Request, Response
+
+import kserve
+from kserve import protocol
+from kserve.artifact import Manifest
+from kserve.catalog import every_entry
+from kserve.errors import CorruptArtifact, KserveError, NotBuilt, RequestError
+from kserve.protocol import Pending
+from kserve.server.models import ResolveModel
+from kserve.service import Answer, KernelService, MissingSources
+
+router = APIRouter()
+_LARGEST_SOURCE_BYTES = 4 << 20
+_SHORTEST_PREFIX = 6
+
+
+def _service(request: Request) -> KernelService:
+    service: KernelService = request.app.state.service
+    return service
+
+
+Service = Annotated[KernelService, Depends(_service)]
+KeyPrefix = Annotated[str, Path(pattern=rf"^[0-9a-f]{{{_SHORTEST_PREFIX},64}}$")]
+
+
+@router.get(protocol.HEALTH)
+async def health() -> dict[str, Any]:
+    """Alive, and which protocol it speaks."""
+    return {"status": "ok", "protocol": protocol.PROTOCOL, "version": kserve.__version__, "pid": os.getpid()}
+
+
+@router.get(protocol.STATUS)
+async def status(request: Request, service: Service) -> dict[str, Any]:
+    """Version, workers, queue, counters, store."""
+    return {
+        "version": kserve.__version__,
+        "protocol": protocol.PROTOCOL,
+        "pid": os.getpid(),
+        "uptime_s": time.time() - request.app.state.started_at,
+        "socket": str(service.settings.socket),
+        "idle_s": service.settings.idle_s,
+        "jobs": service.settings.jobs,
+        "n_running": service.pool.n_running,
+        "n_queued": service.pool.n_queued,
+        "counters": dict(service.counters),
+        "workers": service.pool.to_json(),
+        "store": {
+            "path": str(service.store.root),
+            "size_bytes": await asyncio.to_thread(service.store.size_bytes),
+            "n_artifacts": len(list(service.store.keys("manifest"))),
+            "n_quarantined": service.store.n_quarantined,
+            "degraded": service.degraded,
+        },
+    }
+
+
+@router.get(protocol.KERNELS)
+async def kernels(service: Service) -> dict[str, Any]:
+    """The kernels on the daemon's own search path."""
+    return {
+        "kernels": [
+            {
+                "name": entry.name,
+                "language": definition.language,
+                "summary": entry.summary,
+                "axes": {axis.name: axis.allowed for axis in definition.axes.values()},
+            }
+            for _, definition, entry in every_entry(service.settings)
+        ]
+    }
+
+
+@router.post(protocol.RESOLVE)
+async def resolve(body: ResolveModel, service: Service) -> dict[str, Any]:
+    """Find or build kernels. Each result has `variants`, or `pending`, `missing` (sources to upload) or `error`."""
+    protocol.check_protocol(body.protocol, version=body.version, ours=kserve.__version__)
+    answers = await asyncio.gather(
+        *(service.resolve(kernel.to_request(), client=body.client, wait_s=body.wait_s) for kernel in body.kernels),
+        return_exceptions=True,
+    )
+    return {"results": [_result(answer) for answer in answers]}
+
+
+def _result(answer: Answer | BaseException) -> dict[str, Any]:
+    if isinstance(answer, KserveError):
+        return {"error": answer.to_wire()}
+    if isinstance(answer, BaseException):
+        raise answer
+    if isinstance(answer, MissingSources):
+        return {"missing": answer.digests}
+    if isinstance(answer, Pending):
+        return {"pending": answer._asdict()}
+    return {
+        "variants": [
+            {"manifest": found.manifest.to_json(), "origin": found.origin, "seconds": found.seconds} for found in answer
+        ]
+    }
+
+
+@router.post(protocol.SOURCES)
+async def add_source(service: Service, request: Request) -> dict[str, str]:
+    """Upload one file, as the raw body."""
+    content = b""
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _LARGEST_SOURCE_BYTES:
+            raise RequestError(f"a source is larger than {_LARGEST_SOURCE_BYTES} bytes")
+    return {"digest": service.add_source(content)}
+
+
+@router.get(protocol.BUILDS)
+async def builds(service: Service, limit: Annotated[int, Query(ge=1, le=2000)] = 100) -> dict[str, Any]:
+    """Running builds, then ended ones, newest first."""
+    return {"builds": [lease.to_json() for lease in service.leases.all()[:limit]]}
+
+
+@router.get(protocol.BUILDS + "/{build_id}")
+async def one_build(build_id: str, service: Service) -> dict[str, Any]:
+    """One build with its log so far."""
+    lease = service.leases.find(build_id)
+    if lease is None:
+        raise NotBuilt(f"there is no build {build_id!r}: the daemon remembers the last ones only")
+    return {**lease.to_json(), "log": lease.log()}
+
+
+@router.get(protocol.ARTIFACTS)
+async def artifacts(
+    service: Service,
+    name: Annotated[str, Query(max_length=100)] = "",
+    target: Annotated[str, Query(max_length=100)] = "",
+) -> dict[str, Any]:
+    """Every artifact in the store, newest first."""
+    found = [m for m in service.manifests() if name in ("", m.name) and target in ("", m.target)]
+    found.sort(key=lambda manifest: -manifest.created_at)
+    return {"artifacts": [_summary(manifest) for manifest in found]}
+
+
+def _summary(manifest: Manifest) -> dict[str, Any]:
+    plain = manifest.to_json()
+    return {field: value for field, value in plain.items() if field not in ("components", "contract", "attachments")}
+
+
+@router.get(protocol.ARTIFACTS + "/{key}")
+async def one_artifact(key: KeyPrefix, service: Service) -> dict[str, Any]:
+    """One artifact by its key, or the beginning of it: manifest with key components and launch contract, log, PTX."""
+    manifest = _find(service, key)
+    texts = {kind: service.attachment(manifest, kind) for kind in sorted(manifest.attachments)}
+    return {"manifest": manifest.to_json(), "attachments": texts}
+
+
+@router.get(protocol.ARTIFACTS + "/{key}/payload", response_class=Response)
+async def payload(key: KeyPrefix, service: Service) -> Response:
+    """The verified binary."""
+    manifest = _find(service, key)
+    content = service.payload(manifest)
+    if content is None:
+        raise CorruptArtifact(f"payload of {key[:12]} was damaged and is put aside", hint="ask for the kernel again")
+    return Response(content, media_type="application/octet-stream", headers={"x-kserve-digest": manifest.digest})
+
+
+def _find(service: KernelService, prefix: str) -> Manifest:
+    keys = [prefix] if len(prefix) == 64 else [key for key in service.store.keys("manifest") if key.startswith(prefix)]
+    if len(keys) > 1:
+        raise RequestError(f"{len(keys)} artifacts begin with {prefix!r}", facts={"keys": ", ".join(sorted(keys)[:5])})
+    manifest = service.manifest(keys[0]) if keys else None
+    if manifest is None:
+        raise NotBuilt(f"no artifact has a key that begins with {prefix!r}", hint="kserve cache ls lists them")
+    return manifest
+
+
+@router.post(protocol.SHUTDOWN)
+async def shutdown(request: Request, _: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
+    """End the daemon, running builds included."""
+    request.app.state.stop()
+    return {"status": "stopping", "pid": os.getpid()}

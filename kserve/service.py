@@ -1,0 +1,273 @@
+"""KernelService: a request in, artifacts out. The road of one request as code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kserve.artifact import Manifest, manifest_from_bytes
+from kserve.build.fingerprints import Fingerprints
+from kserve.build.lease import Lease, Leases
+from kserve.build.plan import Plan, contract_of, plan_builds
+from kserve.build.pool import Environment, Pool
+from kserve.build.staging import Staging
+from kserve.config import Settings
+from kserve.definition import KernelDef
+from kserve.errors import CorruptArtifact, InvalidDefinition, NotBuilt, ServiceError, StoreError, UnknownKernel, closest
+from kserve.kernel_toml import FILE_NAME, read_definition
+from kserve.key import digest_of
+from kserve.protocol import Pending, Resolved
+from kserve.store.base import MemoryStore
+from kserve.store.files import FileStore
+from kserve.target import parse_target
+from kserve.toolchain.base import Built
+
+logger = logging.getLogger("kserve")
+
+
+class KernelRequest(NamedTuple):
+    """One wanted kernel, as a client sent it (`protocol.kernel_request`)."""
+
+    name: str
+    files: dict[str, str]
+    spec: dict[str, Any]
+    target: str
+    environment: Environment
+
+
+class MissingSources(NamedTuple):
+    """Digests of files the service has never seen: the client sends the bytes and asks again."""
+
+    digests: list[str]
+
+
+Answer = list[Resolved] | Pending | MissingSources
+
+
+class KernelService:
+    """Looks kernels up, builds what is missing, one build per key.
+
+    Args:
+        store: the writable store; its lock is held by the caller.
+    """
+
+    def __init__(self, settings: Settings, store: FileStore) -> None:
+        self.settings = settings
+        self.store = store
+        self.pool = Pool(settings, store.root / "tmp")
+        self.leases = Leases(failure_memory_s=settings.failure_memory_s)
+        self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
+        self.counters: Counter[str] = Counter()
+        self.degraded = ""
+        self._closing = False
+        # What the disk refused: served, not stored.
+        self._memory = MemoryStore()
+        self._definitions: dict[str, KernelDef] = {}
+
+    async def resolve(self, request: KernelRequest, *, client: str, wait_s: float) -> Answer:
+        """All variants of one kernel: found, built, or still being built after `wait_s`.
+
+        Raises: KserveError of any kind; a failed build raises the same error for everybody who waits.
+        """
+        self.counters["requests"] += 1
+        missing = [digest for digest in request.files.values() if self._get(f"source/{digest}") is None]
+        if missing:
+            return MissingSources(sorted(set(missing)))
+        plans = await self._plan(request)
+        began = time.monotonic()
+        found = [self._lookup(plan, client) or self._lease(plan, request, client) for plan in plans]
+        tasks = [item.task for item in found if isinstance(item, Lease) and item.task]
+        if tasks:
+            await asyncio.wait(tasks, timeout=wait_s)
+        answers: list[Resolved] = []
+        for item in found:
+            if isinstance(item, Resolved):
+                answers.append(item)
+                continue
+            assert item.task is not None
+            if not item.task.done():
+                return Pending(item.id, item.elapsed_s, self.pool.n_queued)
+            answers.append(Resolved(item.task.result(), item.origin_for(client), time.monotonic() - began))
+        return answers
+
+    async def _plan(self, request: KernelRequest) -> list[Plan]:
+        definition = self._definition(request)
+        entry = definition.entries.get(request.name)
+        if entry is None:
+            raise UnknownKernel(f"{FILE_NAME} defines no {request.name!r}: {closest(request.name, [*definition.entries])}")
+        target = parse_target(request.target)
+        definition.resolve_target(entry, target)  # before the toolchain is asked: the cheaper answer first
+        fingerprint = await self.fingerprints.of(definition.language, request.environment)
+        return plan_builds(definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files)
+
+    def _definition(self, request: KernelRequest) -> KernelDef:
+        digest = request.files.get(FILE_NAME)
+        content = self._get(f"source/{digest}") if digest else None
+        if digest is None or content is None:
+            raise InvalidDefinition(f"a request for {request.name} names no {FILE_NAME}")
+        if digest not in self._definitions:
+            try:
+                text = content.decode()
+            except UnicodeDecodeError as error:
+                raise InvalidDefinition(f"{FILE_NAME} of {request.name} is not UTF-8: {error}") from None
+            self._definitions[digest] = read_definition(text, origin=FILE_NAME)
+        return self._definitions[digest]
+
+    def _lookup(self, plan: Plan, client: str) -> Resolved | None:
+        began = time.monotonic()
+        manifest = self.manifest(plan.key)
+        if manifest is None or self.payload(manifest) is None:
+            return None
+        self.counters["hits"] += 1
+        # A client that was told "pending" comes back for the result of a build it started or waited for.
+        ended = self.leases.last_of(plan.key, client)
+        origin, seconds = ("disk", time.monotonic() - began) if ended is None else (ended.origin_for(client), ended.seconds)
+        logger.debug("hit key=%s name=%s target=%s", plan.key[:12], plan.name, plan.target)
+        return Resolved(manifest, origin, seconds)
+
+    def _lease(self, plan: Plan, request: KernelRequest, client: str) -> Lease:
+        running = self.leases.join(plan.key, client)
+        if running is not None:
+            self.counters["joined"] += 1
+            return running
+        if self._closing:
+            raise ServiceError(f"{plan.name} is not built: the daemon is going down", hint="call again")
+        if self.settings.no_build:
+            raise NotBuilt(
+                f"{plan.name} for {plan.target} is not in the store and KSERVE_NO_BUILD is set",
+                facts={"key": plan.key, "spec": str(plan.spec)},
+            )
+        lease = self.leases.new(key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client)
+        return self.leases.start(lease, lambda held: self._build(held, plan, request.environment))
+
+    async def _build(self, lease: Lease, plan: Plan, environment: Environment) -> Manifest:
+        """Stage, compile, publish."""
+        files = {name: self._get(f"source/{digest}") or b"" for name, digest in plan.files.items()}
+        staging = Staging(self.store.root / "tmp", files)
+        lease.log = staging.log
+        try:
+            built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
+            manifest = self._publish(plan, _built(built), staging, seconds=lease.elapsed_s)
+            self.counters["built"] += 1
+            logger.info(
+                "built key=%s name=%s target=%s variant=%s seconds=%.2f size_bytes=%d",
+                *(plan.key[:12], plan.name, plan.target, plan.variant, lease.elapsed_s, manifest.size_bytes),
+            )
+            return manifest
+        except Exception as error:
+            self.counters["failed"] += 1
+            logger.warning("failed key=%s name=%s target=%s error=%s", plan.key[:12], plan.name, plan.target, error)
+            raise
+        finally:
+            log = staging.log()
+            lease.log = lambda: log
+            staging.remove()
+
+    def _publish(self, plan: Plan, built: Built, staging: Staging, *, seconds: float) -> Manifest:
+        """Payload and attachments first, manifest last: a reader never sees half an entry."""
+        contract = contract_of(plan, built)
+        payload = staging.output("payload")
+        attachments = {kind: staging.output(kind) for kind in built.attachments}
+        attachments["log"] = staging.log().encode()
+        manifest = Manifest(
+            key=plan.key,
+            digest=digest_of(payload),
+            size_bytes=len(payload),
+            name=plan.name,
+            language=plan.job.language,
+            target=str(plan.target),
+            spec=dict(plan.spec),
+            variant=plan.variant,
+            contract=contract,
+            resources=built.resources,
+            components=plan.components,
+            attachments={kind: digest_of(content) for kind, content in attachments.items()},
+            closed_world=False,
+            seconds=seconds,
+            created_at=time.time(),
+        )
+        for content in (*attachments.values(), payload):
+            self._put(f"payload/{digest_of(content)}", content)
+        self._put(f"manifest/{plan.key}", manifest.to_bytes())
+        return manifest
+
+    def manifest(self, key: str) -> Manifest | None:
+        """The stored manifest; a damaged one is put aside and is a miss."""
+        content = self._get(f"manifest/{key}")
+        if content is None:
+            return None
+        try:
+            return manifest_from_bytes(content, key=key)
+        except CorruptArtifact as error:
+            logger.warning("quarantined key=%s error=%s", key[:12], error.message)
+            self.store.quarantine(f"manifest/{key}")
+            return None
+
+    def payload(self, manifest: Manifest) -> bytes | None:
+        """The verified binary; without it the manifest is worth nothing and is dropped."""
+        content = self._get(f"payload/{manifest.digest}")
+        if content is None:
+            logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
+            self.store.delete(f"manifest/{manifest.key}")
+            self._memory.delete(f"manifest/{manifest.key}")
+        return content
+
+    def attachment(self, manifest: Manifest, kind: str) -> str | None:
+        digest = manifest.attachments.get(kind)
+        content = self._get(f"payload/{digest}") if digest else None
+        return None if content is None else content.decode(errors="replace")
+
+    def add_source(self, content: bytes) -> str:
+        """Keep an uploaded file; its digest."""
+        digest = digest_of(content)
+        self._put(f"source/{digest}", content)
+        return digest
+
+    def manifests(self) -> list[Manifest]:
+        """Every readable manifest of the store."""
+        keys = {*self.store.keys("manifest"), *self._memory.keys("manifest")}
+        return [manifest for key in sorted(keys) if (manifest := self.manifest(key)) is not None]
+
+    def _get(self, name: str) -> bytes | None:
+        found = self._memory.get(name)
+        if found is not None:
+            return found
+        try:
+            return self.store.get(name)
+        except StoreError as error:
+            self._degrade(error)
+            return None
+
+    def _put(self, name: str, content: bytes) -> None:
+        try:
+            self.store.put(name, content)
+        except StoreError as error:
+            self._degrade(error)
+            self._memory.put(name, content)
+
+    def _degrade(self, error: StoreError) -> None:
+        if not self.degraded:
+            logger.error("degraded error=%s", error.message)
+        self.degraded = error.message
+
+    async def close(self) -> None:
+        """End every build and every worker; start none any more."""
+        self._closing = True
+        await self.leases.cancel()
+        await self.pool.close()
+
+
+def _mark_running(lease: Lease) -> None:
+    lease.state = "running"
+
+
+def _built(plain: Mapping[str, Any]) -> Built:
+    fields = dict(plain)
+    fields["params"] = None if plain["params"] is None else [(offset, size) for offset, size in plain["params"]]
+    fields["attachments"] = dict.fromkeys(plain["attachments"], "")
+    fields["scratch_bytes"] = tuple(plain["scratch_bytes"])
+    return Built(**fields)

@@ -1,0 +1,74 @@
+"""The store contract: bytes to bytes, four methods.
+
+A record's name is `kind/hex`. There is no `contains`: checking and then reading is a race. A store knows nothing of kernels;
+the kinds in CONTENT_ADDRESSED are named by the SHA-256 of their bytes, and a store never returns other bytes for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Protocol
+
+from kserve.key import digest_of
+
+CONTENT_ADDRESSED = ("payload", "source")
+KINDS = (*CONTENT_ADDRESSED, "manifest")
+_NAME = re.compile(rf"({'|'.join(KINDS)})/[0-9a-f]{{64}}")
+
+
+class Store(Protocol):
+    """Bytes by name."""
+
+    def get(self, name: str) -> bytes | None:
+        """The record's bytes; None when it is not there or was damaged."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write or replace a record; on return it survives a crash.
+
+        Raises: StoreError when it cannot be written.
+        """
+
+    def delete(self, name: str) -> None:
+        """Remove a record; one that is not there is no error."""
+
+    def keys(self, kind: str) -> Iterator[str]:
+        """The hex part of every record of that kind, in no order."""
+
+
+class MemoryStore:
+    """A store in a dictionary: for tests, and for a node whose disk refuses writes."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, bytes] = {}
+
+    def get(self, name: str) -> bytes | None:
+        return self._records.get(checked(name))
+
+    def put(self, name: str, content: bytes) -> None:
+        self._records[checked(name)] = check_content(name, content)
+
+    def delete(self, name: str) -> None:
+        self._records.pop(checked(name), None)
+
+    def keys(self, kind: str) -> Iterator[str]:
+        return iter([name.partition("/")[2] for name in self._records if name.startswith(kind + "/")])
+
+
+def checked(name: str) -> str:
+    """The name itself; a ValueError for anything but `kind/64 hex`, so that no name can leave the store."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"record name {name!r}: expected one of {', '.join(KINDS)}, a slash and 64 hex digits")
+    return name
+
+
+def matches(name: str, content: bytes) -> bool:
+    """Whether the bytes are the ones a content-addressed name stands for."""
+    kind, _, digest = name.partition("/")
+    return kind not in CONTENT_ADDRESSED or digest_of(content) == digest
+
+
+def check_content(name: str, content: bytes) -> bytes:
+    if not matches(name, content):
+        raise ValueError(f"record {name} was given bytes of digest {digest_of(content)}")
+    return content

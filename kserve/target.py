@@ -1,0 +1,97 @@
+"""Target: what a binary is built for, written `cuda:sm_90a` or `hip:gfx942`."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from kserve.errors import UnsupportedTarget
+
+_CUDA_ARCH = re.compile(r"sm_(\d{2,3})([af]?)")
+_HIP_ARCH = re.compile(r"gfx[0-9a-f]{3,4}")
+
+# Shared memory one block may ask for, bytes, by compute capability: CUDA C++ Programming Guide, table "Technical
+# Specifications per Compute Capability", "maximum amount of shared memory per thread block".
+_CUDA_SHARED_LIMIT = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    87: 163 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    103: 227 << 10,
+    110: 227 << 10,
+    120: 99 << 10,
+    121: 99 << 10,
+}
+# Local data share of a workgroup, bytes: AMD Instinct MI300 ISA, section "LDS".
+_HIP_SHARED_LIMIT = 64 << 10
+
+
+class Target(NamedTuple):
+    """A backend (`cuda` or `hip`) and an arch (`sm_90a`, `gfx942`)."""
+
+    backend: str
+    arch: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}:{self.arch}"
+
+    @property
+    def capability(self) -> int:
+        """Compute capability as one number, 90 for sm_90a; CUDA only."""
+        match = _CUDA_ARCH.fullmatch(self.arch)
+        if match is None:
+            raise UnsupportedTarget(f"{self} has no compute capability: it is not a CUDA target")
+        return int(match[1])
+
+    @property
+    def suffix(self) -> str:
+        """`a` (this arch only), `f` (its family) or nothing (any later minor version)."""
+        match = _CUDA_ARCH.fullmatch(self.arch)
+        return match[2] if match else ""
+
+    @property
+    def shared_bytes_limit(self) -> int | None:
+        """Bytes of shared memory a block may use; None for an arch this version does not know."""
+        if self.backend == "hip":
+            return _HIP_SHARED_LIMIT
+        return _CUDA_SHARED_LIMIT.get(self.capability)
+
+    def with_features(self, features: str) -> Target:
+        """The target with the suffix its kernel's features call for; a suffix the caller named stays."""
+        if self.backend != "cuda" or self.suffix or features == "none" or self.capability < 90:
+            return self
+        return Target("cuda", self.arch + {"arch": "a", "family": "f"}[features])
+
+    def runs_on(self, capability: int) -> bool:
+        """Whether a device of that compute capability runs this binary (CUDA's binary compatibility rules)."""
+        if self.backend != "cuda":
+            return False
+        same_major = self.capability // 10 == capability // 10
+        if self.suffix == "a":
+            return self.capability == capability
+        return same_major and self.capability <= capability
+
+
+def parse_target(text: str) -> Target:
+    """Read `cuda:sm_90`, `sm_90a`, `hip:gfx942` or `gfx942`.
+
+    Raises: UnsupportedTarget when the text is none of these.
+    """
+    backend, colon, arch = str(text).rpartition(":")
+    if not colon:
+        backend = "hip" if arch.startswith("gfx") else "cuda"
+    pattern = {"cuda": _CUDA_ARCH, "hip": _HIP_ARCH}.get(backend)
+    if pattern is None or not pattern.fullmatch(arch):
+        raise UnsupportedTarget(
+            f"target {text!r} cannot be read",
+            facts={"allowed": "cuda:sm_NN, cuda:sm_NNa, cuda:sm_NNf, hip:gfxNNN; the backend may be left out"},
+        )
+    return Target(backend, arch)
+
+
+def target_of_capability(major: int, minor: int) -> Target:
+    """The CUDA target of a device's compute capability."""
+    return Target("cuda", f"sm_{major}{minor}")

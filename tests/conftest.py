@@ -1,0 +1,43 @@
+"""Fixtures only."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kserve import client
+from tests.support.place import set_up_place, tear_down_place
+
+
+@pytest.fixture(autouse=True)
+def own_place(monkeypatch: pytest.MonkeyPatch):
+    """Every test has a store, a runtime directory and a daemon of its own."""
+    # Not pytest's tmp_path: a socket path holds 107 bytes.
+    root = Path(tempfile.mkdtemp(prefix="kt-", dir="/tmp"))
+    set_up_place(monkeypatch, root)
+    yield root
+    tear_down_place(root)
+
+
+@pytest.fixture
+def kernels(own_place: Path, monkeypatch: pytest.MonkeyPatch):
+    """An empty folder of users' kernels, on the search path."""
+    folder = own_place / "kernels"
+    folder.mkdir(exist_ok=True)
+    client.forget()
+    monkeypatch.setenv("KSERVE_PATH", str(folder))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+    client.forget()
+
+
+@pytest.fixture
+def gpu():
+    """Skips where there is no CUDA device."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,91 @@
+"""Kernel folders for tests: a valid baseline and what a case changes in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CUDA_TOML = """
+schema = 1
+language = "cuda"
+sources = ["kernel.cu"]
+headers = []
+[spec]
+size = { type = "int", min = 1, max = 4096, default = 8 }
+[target]
+cuda = "sm_80"
+[[entry]]
+name = "scale"
+summary = "out = factor * x"
+function = "scale<{size}>"
+arguments = [
+  { name = "x", type = "pointer", dtype = "float32", align = 16 },
+  { name = "out", type = "pointer", dtype = "float32", mutated = true, align = 16 },
+  { name = "n", type = "i32" },
+  { name = "factor", type = "f32" },
+]
+launch = { grid = ["cdiv(n, 128)"], block = [128] }
+"""
+
+CUDA_SOURCE = """
+template <int SIZE>
+__global__ void scale(const float* x, float* out, int n, float factor) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = factor * x[i];
+}
+"""
+
+
+def write_cuda(folder: Path, *, toml: str = CUDA_TOML, source: str = CUDA_SOURCE, **files: str) -> Path:
+    """A CUDA kernel folder called `folder`; `files` are further ones, `name__ext` for `name.ext`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernel.toml").write_text(toml)
+    (folder / "kernel.cu").write_text(source)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content)
+    return folder
+
+TRITON_TOML = """
+schema = 1
+language = "triton"
+sources = ["kernel.py"]
+[spec]
+block = { type = "int", min = 16, max = 4096, default = 128 }
+[target]
+cuda = "sm_80"
+hip = ["gfx942"]
+[options]
+num_warps = 4
+[[entry]]
+name = "tscale"
+summary = "out = factor * x"
+function = "tscale"
+arguments = [
+  { name = "x", type = "pointer", dtype = "float32", align = 16 },
+  { name = "out", type = "pointer", dtype = "float32", mutated = true, align = 16 },
+  { name = "n", type = "i32" },
+  { name = "factor", type = "f32" },
+  { name = "BLOCK", type = "constexpr", value = "block" },
+]
+launch = { grid = ["cdiv(n, BLOCK)"] }
+"""
+
+TRITON_SOURCE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tscale(x, out, n, factor, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, factor * tl.load(x + at, mask=at < n), mask=at < n)
+"""
+
+
+def write_triton(folder: Path, *, toml: str = TRITON_TOML, source: str = TRITON_SOURCE, **files: str) -> Path:
+    """A Triton kernel folder called `folder`, as `write_cuda`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernel.toml").write_text(toml)
+    (folder / "kernel.py").write_text(source)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(content)
+    return folder
