@@ -240,7 +240,7 @@ def arm_agree(_: str) -> dict[str, Any]:
         grads = [torch.randn(edges, features, n_ang, device="cuda") for _ in range(2)]
         torch.autograd.backward(ours, grads)
         torch.autograd.backward(exact, [grad.double() for grad in grads])
-        forward = max(float((a.double() - b).abs().max()) for a, b in zip(ours, exact, strict=True))
+        forward = max(float((a.detach().double() - b.detach()).abs().max()) for a, b in zip(ours, exact, strict=True))
         backward = max(float((a.grad.double() - b.grad).abs().max()) for a, b in zip(leaves, wide, strict=True))
         found[f"realspace_fwd {edges}x{features}x{n_ang}"] = {"error": forward, "bar": 5e-6}
         found[f"realspace_bwd {edges}x{features}x{n_ang}"] = {"error": backward, "bar": 5e-6}

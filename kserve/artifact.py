@@ -100,15 +100,22 @@ class Manifest(NamedTuple):
 
 
 class Artifact(NamedTuple):
+    """Both together: a manifest and the bytes its digest names."""
+
     manifest: Manifest
     payload: bytes
 
 
 def contract_to_json(contract: Contract) -> dict[str, Any]:
+    """The contract as plain JSON values."""
     return {**contract._asdict(), "params": [param._asdict() for param in contract.params]}
 
 
 def contract_from_json(plain: dict[str, Any]) -> Contract:
+    """The contract in a decoded JSON object.
+
+    Raises: CorruptArtifact for a name no launch code may hold; KeyError, TypeError for another shape.
+    """
     fields = {**plain, "params": tuple(Param(**param) for param in plain["params"])}
     for field in ("grid", "block", "scratch_bytes"):
         fields[field] = tuple(plain[field])
@@ -124,8 +131,8 @@ def manifest_from_json(plain: dict[str, Any]) -> Manifest:
 
     Raises: CorruptArtifact when a field is missing, unknown or of another schema.
     """
-    fields = {name: value for name, value in plain.items() if name not in ("schema", "self_sha256")}
     try:
+        fields = {name: value for name, value in plain.items() if name not in ("schema", "self_sha256")}
         if plain["schema"] != MANIFEST_SCHEMA:
             raise CorruptArtifact(f"manifest has schema {plain['schema']!r}, this version reads {MANIFEST_SCHEMA}")
         return Manifest(**{**fields, "contract": contract_from_json(fields["contract"])})
@@ -141,9 +148,10 @@ def manifest_from_bytes(content: bytes, *, key: str) -> Manifest:
     try:
         plain = json.loads(content)
         stated = plain.pop("self_sha256")
+        actual = digest_of(canonical_json(plain).encode())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptArtifact(f"manifest of {key[:12]} is not readable") from None
-    if digest_of(canonical_json(plain).encode()) != stated:
+    if actual != stated:
         raise CorruptArtifact(f"manifest of {key[:12]} does not match its own hash")
     manifest = manifest_from_json(plain)
     if manifest.key != key:

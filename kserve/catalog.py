@@ -39,8 +39,8 @@ def find(name: str, settings: Settings) -> Found:
     """
     for roots in ([*settings.kernel_path, *built_in_roots()], None):
         searched = package_roots() if roots is None else roots
-        # A definition names its entries in quotes: files that do not contain the name need no parsing.
-        folders = [folder for folder in kernel_folders(searched) if f'"{name}"' in _text(folder)]
+        # A definition names its entries: files that do not contain the name need no parsing, and may be broken.
+        folders = [folder for folder in kernel_folders(searched) if name.encode() in _bytes(folder)]
         holders = [(folder, found) for folder in folders if name in (found := definition_of(folder)).entries]
         if len(holders) > 1:
             places = ", ".join(str(folder) for folder, _ in holders)
@@ -90,14 +90,15 @@ def package_roots() -> list[Path]:
 
 
 def definition_of(folder: Path) -> KernelDef:
-    return read_definition(_text(folder), origin=str(folder / FILE_NAME))
+    """The definition in that folder. Raises: InvalidDefinition."""
+    return read_definition(_bytes(folder), origin=str(folder / FILE_NAME))
 
 
-def _text(folder: Path) -> str:
+def _bytes(folder: Path) -> bytes:
     try:
-        return (folder / FILE_NAME).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidDefinition(f"{folder / FILE_NAME} cannot be read: {error}") from None
+        return (folder / FILE_NAME).read_bytes()
+    except OSError as error:
+        raise InvalidDefinition(f"{folder / FILE_NAME} cannot be read: {error.strerror}") from None
 
 
 def collect_files(folder: Path, definition: KernelDef) -> dict[str, bytes]:
@@ -114,7 +115,10 @@ def collect_files(folder: Path, definition: KernelDef) -> dict[str, bytes]:
         (include, "include/", definition.shared_headers),
     ):
         for pattern in patterns:
-            matches = sorted(path for path in base.glob(pattern) if path.is_file())
+            try:
+                matches = sorted(path for path in base.glob(pattern) if path.is_file())
+            except (ValueError, IndexError, NotImplementedError) as error:
+                raise InvalidDefinition(f"{folder / FILE_NAME}: {pattern!r} is no pattern: {error}") from None
             if not matches:
                 raise InvalidDefinition(f"{folder / FILE_NAME}: {pattern!r} matches no file in {base}")
             for path in matches:

@@ -76,10 +76,12 @@ def _flag(text: str) -> bool:
 
 
 def _paths(text: str) -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser().resolve() for part in text.split(os.pathsep) if part)
+    return tuple(_path(part) for part in text.split(os.pathsep) if part)
 
 
 def _path(text: str) -> Path:
+    if not text:
+        raise ValueError
     return Path(text).expanduser().resolve()
 
 
@@ -149,7 +151,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
 def _read(source: str, text: str, *, reader: Callable[[str], Any], allowed: str) -> Any:
     try:
         return reader(text)
-    except (ValueError, KeyError, OSError):
+    except (ValueError, KeyError, OSError, RuntimeError):  # RuntimeError: no such user in ~user
         raise RequestError(f"{source} cannot be {text!r}", facts={"allowed": allowed}) from None
 
 
@@ -171,7 +173,8 @@ def _from_file(path: Path) -> dict[str, Any]:
         raise RequestError(f"{path} has unknown settings {', '.join(unknown)}", facts={"allowed": ", ".join(_VARIABLES)})
     found = {}
     for field, value in table.items():
-        text = os.pathsep.join(map(str, value)) if field == "kernel_path" and isinstance(value, list) else str(value)
+        separator = {"kernel_path": os.pathsep, "trusted_uids": ","}.get(field)
+        text = separator.join(map(str, value)) if separator and isinstance(value, list) else str(value)
         found[field] = _read(f"{path}: {field}", text, reader=_VARIABLES[field][1], allowed=_VARIABLES[field][2])
     return found
 

@@ -168,11 +168,14 @@ def _tree(root: type[KserveError]) -> dict[str, type[KserveError]]:
     return found
 
 
-def from_wire(wire: Mapping[str, Any]) -> KserveError:
-    """The exception that `to_wire` described; a code this version does not know becomes a ServiceError."""
-    kind = _tree(KserveError).get(str(wire.get("code")), ServiceError)
-    facts = {str(k): str(v) for k, v in (wire.get("facts") or {}).items()}
-    return kind(str(wire.get("message", "the service gave no message")), facts=facts, hint=wire.get("hint"))
+def from_wire(wire: object) -> KserveError:
+    """The exception that `to_wire` described; a code or a shape this version does not know becomes a ServiceError."""
+    found = wire if isinstance(wire, dict) else {}
+    kind = _tree(KserveError).get(str(found.get("code")), ServiceError)
+    stated, hint = found.get("facts"), found.get("hint")
+    facts = {str(k): str(v) for k, v in stated.items()} if isinstance(stated, dict) else {}
+    message = str(found.get("message", f"the service sent an error of another shape: {wire!r}"))
+    return kind(message, facts=facts, hint=None if hint is None else str(hint))
 
 
 def closest(word: str, known: list[str]) -> str:

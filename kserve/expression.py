@@ -1,14 +1,13 @@
 """Integer expressions of kernel.toml: `cdiv(n, 4) * (hidden > 64)`.
 
-Read once into a checked tree, then evaluated with values or printed as Python for the launch code. Only names, integer and
-string constants, `+ - * // %`, comparisons (1 or 0), min, max, cdiv and next_pow2 exist: evaluating an expression calls
-nothing else.
+Read once into a checked tree, then evaluated with values or printed as Python for the launch code. Only names, integers,
+`+ - * // %`, comparisons (1 or 0; the only place for a text), min, max, cdiv and next_pow2 exist: evaluating an expression
+calls nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from kserve.errors import InvalidDefinition
 
@@ -45,7 +44,7 @@ class Expression:
         InvalidDefinition: the text does not parse, or uses something that is not allowed.
     """
 
-    __slots__ = ("_code", "names", "python", "text")
+    __slots__ = ("_code", "_numbers", "names", "python", "text")
 
     def __init__(self, text: str | int) -> None:
         import ast
@@ -53,23 +52,30 @@ class Expression:
         self.text = str(text)
         if len(self.text) > _LONGEST:
             raise InvalidDefinition(f"expression of {len(self.text)} characters: at most {_LONGEST} are allowed")
+        numbers: set[str] = set()
+        texts: set[str] = set()
         try:
             tree = ast.parse(self.text.strip(), mode="eval")
+            self.python = _Printer(self.text, numbers, texts).print(tree.body)
+            self._code: CodeType = compile(self.python, "<expression>", "eval")
+        except InvalidDefinition:
+            raise
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise InvalidDefinition(f"expression {self.text!r} cannot be parsed: {error}") from None
-        names: set[str] = set()
-        self.python = _python(tree.body, self.text, names)
-        self.names = frozenset(names)
-        self._code: CodeType = compile(self.python, "<expression>", "eval")
+        self.names = frozenset(numbers | texts)
+        self._numbers = numbers
 
     def evaluate(self, values: Mapping[str, object]) -> int:
         """The value with `values` for the names.
 
         Raises: InvalidDefinition for a missing name, a division by zero or a result that is no integer.
         """
+        for name in self._numbers:
+            if not isinstance(values.get(name, 0), int):
+                raise InvalidDefinition(f"expression {self.text!r} has no value: {name} is {values[name]!r}, no integer")
         try:
             result = eval(self._code, {"__builtins__": {}, **FUNCTIONS}, dict(values))  # noqa: S307 - whitelisted tree
-        except (NameError, ZeroDivisionError, TypeError) as error:
+        except (NameError, ZeroDivisionError, TypeError, MemoryError) as error:
             raise InvalidDefinition(f"expression {self.text!r} has no value: {error}") from None
         if not isinstance(result, int):
             raise InvalidDefinition(f"expression {self.text!r} gives {result!r}: an integer is needed")
@@ -79,71 +85,76 @@ class Expression:
         return f"Expression({self.text!r})"
 
 
-def _python(node: ast.AST, text: str, names: set[str]) -> str:
-    """The node as Python source, fully bracketed; collects the names it reads."""
-    kind = type(node).__name__
-    printer = _PRINTERS.get(kind)
-    if printer is None:
-        raise _refused(kind, text)
-    return printer(node, text, names)
+class _Printer:
+    """Prints a tree as Python source, fully bracketed, and refuses everything that is not on the list.
 
+    Args:
+        numbers: collects the names that are computed with.
+        texts:   collects the names that are only compared: they may stand for a text.
+    """
 
-def _binary(node: ast.BinOp, text: str, names: set[str]) -> str:
-    operator = _OPERATORS.get(type(node.op).__name__)
-    if operator is None:
-        raise _refused(type(node.op).__name__, text)
-    return f"({_python(node.left, text, names)} {operator} {_python(node.right, text, names)})"
+    def __init__(self, text: str, numbers: set[str], texts: set[str]) -> None:
+        self._text = text
+        self._numbers = numbers
+        self._texts = texts
 
+    def print(self, node: ast.AST) -> str:
+        kind = type(node).__name__
+        printer = getattr(self, f"_print_{kind}", None)
+        if printer is None:
+            raise self._refused(kind)
+        return str(printer(node))
 
-def _compare(node: ast.Compare, text: str, names: set[str]) -> str:
-    operator = _COMPARISONS.get(type(node.ops[0]).__name__)
-    if operator is None or len(node.ops) != 1:
-        raise _refused("chained or unusual comparison", text)
-    return f"({_python(node.left, text, names)} {operator} {_python(node.comparators[0], text, names)})"
+    def _print_BinOp(self, node: ast.BinOp) -> str:  # noqa: N802 - named after the node, as in ast.NodeVisitor
+        operator = _OPERATORS.get(type(node.op).__name__)
+        if operator is None:
+            raise self._refused(type(node.op).__name__)
+        return f"({self.print(node.left)} {operator} {self.print(node.right)})"
 
+    def _print_Compare(self, node: ast.Compare) -> str:  # noqa: N802
+        operator = _COMPARISONS.get(type(node.ops[0]).__name__)
+        if operator is None or len(node.ops) != 1:
+            raise self._refused("a chained or unusual comparison")
+        return f"({self._operand(node.left)} {operator} {self._operand(node.comparators[0])})"
 
-def _unary(node: ast.UnaryOp, text: str, names: set[str]) -> str:
-    if type(node.op).__name__ != "USub":
-        raise _refused(type(node.op).__name__, text)
-    return f"(-{_python(node.operand, text, names)})"
+    def _operand(self, node: ast.AST) -> str:
+        """One side of a comparison: the only place where a text may stand."""
+        value, name = getattr(node, "value", None), getattr(node, "id", None)
+        if isinstance(value, str):
+            return repr(value)
+        if name is None:
+            return self.print(node)
+        self._texts.add(name)
+        return str(name)
 
+    def _print_UnaryOp(self, node: ast.UnaryOp) -> str:  # noqa: N802
+        if type(node.op).__name__ != "USub":
+            raise self._refused(type(node.op).__name__)
+        return f"(-{self.print(node.operand)})"
 
-def _call(node: ast.Call, text: str, names: set[str]) -> str:
-    function = getattr(node.func, "id", None)
-    if function not in FUNCTIONS or node.keywords:
-        raise _refused(f"call of {function}", text)
-    arguments = [_python(argument, text, names) for argument in node.args]
-    least, most = _ARITY[function]
-    if not least <= len(arguments) <= most:
-        raise _refused(f"{function} with {len(arguments)} arguments", text)
-    if function == "cdiv":  # spelled out: the launch code pays for every call
-        return f"(-(-{arguments[0]} // {arguments[1]}))"
-    return f"{function}({', '.join(arguments)})"
+    def _print_Call(self, node: ast.Call) -> str:  # noqa: N802
+        function = getattr(node.func, "id", None)
+        if function not in FUNCTIONS or node.keywords:
+            raise self._refused(f"a call of {function}")
+        arguments = [self.print(argument) for argument in node.args]
+        least, most = _ARITY[function]
+        if not least <= len(arguments) <= most:
+            raise self._refused(f"{function} with {len(arguments)} arguments")
+        if function == "cdiv":  # spelled out: the launch code pays for every call
+            return f"(-(-{arguments[0]} // {arguments[1]}))"
+        return f"{function}({', '.join(arguments)})"
 
+    def _print_Name(self, node: ast.Name) -> str:  # noqa: N802
+        self._numbers.add(node.id)
+        return node.id
 
-def _name(node: ast.Name, text: str, names: set[str]) -> str:  # noqa: ARG001 - one shape for all printers
-    names.add(node.id)
-    return node.id
+    def _print_Constant(self, node: ast.Constant) -> str:  # noqa: N802
+        if not isinstance(node.value, int):
+            raise self._refused(f"constant {node.value!r}")
+        return repr(node.value)
 
-
-def _constant(node: ast.Constant, text: str, names: set[str]) -> str:  # noqa: ARG001 - one shape for all printers
-    if not isinstance(node.value, int | str):
-        raise _refused(f"constant {node.value!r}", text)
-    return repr(node.value)
-
-
-def _refused(what: str, text: str) -> InvalidDefinition:
-    return InvalidDefinition(
-        f"expression {text!r} uses {what}, which is not allowed",
-        facts={"allowed": "names, integers, strings, + - * // %, == != < <= > >=, " + ", ".join(FUNCTIONS)},
-    )
-
-
-_PRINTERS: dict[str, Callable[[Any, str, set[str]], str]] = {
-    "BinOp": _binary,
-    "Compare": _compare,
-    "UnaryOp": _unary,
-    "Call": _call,
-    "Name": _name,
-    "Constant": _constant,
-}
+    def _refused(self, what: str) -> InvalidDefinition:
+        return InvalidDefinition(
+            f"expression {self._text!r} uses {what}, which is not allowed",
+            facts={"allowed": "names, integers, + - * // %, == != < <= > >=, texts in a comparison, " + ", ".join(FUNCTIONS)},
+        )

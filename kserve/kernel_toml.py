@@ -22,24 +22,27 @@ _KINDS = ("pointer", *SCALARS, "struct", "tensor_map", "constexpr")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _OPTIONS = {"cuda": ("flags",), "triton": ("num_warps", "num_stages", "maxnreg")}
 # Options that would change what kserve itself decides, or read a file that is not declared.
-_REFUSED_FLAG = re.compile(r"-(I|-include|arch|-gpu-arch|-pch|-?pre-include|-no-cache|-device-debug|G|lineinfo).*")
+_REFUSED_FLAG = re.compile(
+    r"-{1,2}(I|include|isystem|pre-include|arch|gpu-arch|pch|use-pch|create-pch|no-cache|device-debug|G|lineinfo|generate-line"
+    r"|time|fdevice-time|dlto|dlink).*"
+)
 
 
-def read_definition(text: str, *, origin: str) -> KernelDef:
+def read_definition(content: bytes, *, origin: str) -> KernelDef:
     """Read a kernel.toml.
 
     Args:
-        text:   the file's content.
-        origin: what an error calls the file.
+        content: the file's bytes.
+        origin:  what an error calls the file.
     Raises:
         InvalidDefinition: names file, field, value and what is allowed.
     """
     import tomllib
 
     try:
-        table = _Table(tomllib.loads(text), "")
+        table = _Table(tomllib.loads(content.decode()), "")
         return _definition(table)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidDefinition(f"{origin}: not TOML: {error}") from None
     except (InvalidDefinition, UnsupportedTarget) as error:
         raise InvalidDefinition(f"{origin}: {error.message}", facts=error.facts, hint=error.hint) from None
@@ -123,6 +126,8 @@ def _definition(table: _Table) -> KernelDef:
     derived: dict[str, Expression] = {}
     for name, value in table.table("derived", {}).content.items():
         check_axis_name(name)
+        if name in axes:
+            raise table.fail(f"derived.{name}", value, "a name that no axis has")
         derived[name] = table.expression(f"derived.{name}", value, set(axes) | set(derived))
     names = set(axes) | set(derived)
     minimum_cuda, features, hip = _targets(table.table("target"), language)
@@ -176,6 +181,8 @@ def _axis(name: str, table: _Table) -> Axis:
     kind = table.choice("type", AXIS_TYPES)
     low = table.take("min", int, "an integer", None) if kind == "int" else None
     high = table.take("max", int, "an integer", None) if kind == "int" else None
+    if low is not None and high is not None and low > high:
+        raise table.fail("max", high, f"an integer from min = {low}")
     bare = Axis(name, kind, low=low, high=high)
     values = tuple(_of_axis(table, "values", value, bare) for value in table.take("values", list, "a list", []))
     if kind == "enum" and not values:
@@ -235,7 +242,8 @@ def _entry(table: _Table, language: str, axes: dict[str, Axis], names: set[str])
         if not isinstance(content, dict):
             raise table.fail(f"arguments[{position}]", content, "a table: { name = …, type = … }")
         arguments.append(_argument(_Table(content, f"{table.path}arguments[{position}]."), language, axes, names))
-        if arguments[-1].name in names or arguments[-1].name in [a.name for a in arguments[:-1]]:
+        # Facts reach a source as macros with upper-case names: two arguments must differ in more than case.
+        if arguments[-1].name in names or arguments[-1].name.upper() in [a.name.upper() for a in arguments[:-1]]:
             raise table.fail(f"arguments[{position}].name", arguments[-1].name, "a name that no axis or argument has")
     scalars = {a.name for a in arguments if a.kind == "constexpr" or SCALARS.get(a.kind, "float")[0] in "iu"}
     launch = _launch(table.table("launch"), language, names | scalars)

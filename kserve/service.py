@@ -27,6 +27,7 @@ from kserve.target import parse_target
 from kserve.toolchain.base import Built
 
 logger = logging.getLogger("kserve")
+_MOST_DEFINITIONS = 1000
 
 
 class KernelRequest(NamedTuple):
@@ -78,21 +79,17 @@ class KernelService:
         if missing:
             return MissingSources(sorted(set(missing)))
         plans = await self._plan(request)
-        began = time.monotonic()
-        found = [self._lookup(plan, client) or self._lease(plan, request, client) for plan in plans]
-        tasks = [item.task for item in found if isinstance(item, Lease) and item.task]
+        owed = {plan.key: self.leases.collect(plan.key, client) for plan in plans}
+        found = [self._lookup(plan, client, owed[plan.key]) or self._lease(plan, request, client) for plan in plans]
+        leases = [item for item in found if isinstance(item, Lease)]
+        tasks = [lease.task for lease in leases if lease.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=wait_s)
-        answers: list[Resolved] = []
-        for item in found:
-            if isinstance(item, Resolved):
-                answers.append(item)
-                continue
-            assert item.task is not None
-            if not item.task.done():
-                return Pending(item.id, item.elapsed_s, self.pool.n_queued)
-            answers.append(Resolved(item.task.result(), item.origin_for(client), time.monotonic() - began))
-        return answers
+        if not all(task.done() for task in tasks):
+            for lease in leases:
+                lease.owed.add(client)
+            return Pending(leases[0].id, leases[0].elapsed_s, self.pool.n_queued)
+        return [_outcome(item, client) if isinstance(item, Lease) else item for item in found]
 
     async def _plan(self, request: KernelRequest) -> list[Plan]:
         definition = self._definition(request)
@@ -110,22 +107,21 @@ class KernelService:
         if digest is None or content is None:
             raise InvalidDefinition(f"a request for {request.name} names no {FILE_NAME}")
         if digest not in self._definitions:
-            try:
-                text = content.decode()
-            except UnicodeDecodeError as error:
-                raise InvalidDefinition(f"{FILE_NAME} of {request.name} is not UTF-8: {error}") from None
-            self._definitions[digest] = read_definition(text, origin=FILE_NAME)
+            if len(self._definitions) >= _MOST_DEFINITIONS:
+                self._definitions.clear()
+            self._definitions[digest] = read_definition(content, origin=FILE_NAME)
         return self._definitions[digest]
 
-    def _lookup(self, plan: Plan, client: str) -> Resolved | None:
+    def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
+        """What the store has. A client that was told "pending" gets the result it is `owed`, a failure too."""
+        if owed is not None and owed.error is not None:
+            raise owed.error
         began = time.monotonic()
         manifest = self.manifest(plan.key)
         if manifest is None or self.payload(manifest) is None:
             return None
         self.counters["hits"] += 1
-        # A client that was told "pending" comes back for the result of a build it started or waited for.
-        ended = self.leases.last_of(plan.key, client)
-        origin, seconds = ("disk", time.monotonic() - began) if ended is None else (ended.origin_for(client), ended.seconds)
+        origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
         logger.debug("hit key=%s name=%s target=%s", plan.key[:12], plan.name, plan.target)
         return Resolved(manifest, origin, seconds)
 
@@ -259,6 +255,14 @@ class KernelService:
         self._closing = True
         await self.leases.cancel()
         await self.pool.close()
+
+
+def _outcome(lease: Lease, client: str) -> Resolved:
+    """The result of a build that has ended. Raises: its error."""
+    if lease.error is not None:
+        raise lease.error
+    assert lease.task is not None
+    return Resolved(lease.task.result(), lease.origin_for(client), lease.seconds)
 
 
 def _mark_running(lease: Lease) -> None:

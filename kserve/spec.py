@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import operator
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -56,6 +57,7 @@ SCALARS = {
 }
 
 RESERVED = frozenset({"name", "target", "facts", "sizes", "timeout_s", "debug", "stream", "grid", "args"})
+_FUNCTIONS = frozenset({"min", "max", "cdiv", "next_pow2"})  # an expression could no longer call them
 AXIS_TYPES = ("dtype", "int", "bool", "enum", "string")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # A string reaches a compiler's command line or a C++ name: no white space, quotes or shell characters.
@@ -117,20 +119,32 @@ def _plain(kind: str, value: object) -> SpecValue | None:
         name = str(value).removeprefix("torch.")
         return name if name in DTYPES else None
     if kind == "bool":
-        words = {"true": True, "false": False, "1": True, "0": False}
-        return value if isinstance(value, bool) else words.get(value.lower()) if isinstance(value, str) else None
+        return _boolean(value)
     if kind == "int":
         return _integer(value)
     return value if isinstance(value, str) and _STRING.fullmatch(value) else None
 
 
+def _boolean(value: object) -> bool | None:
+    if isinstance(value, str):  # from a command line
+        return {"true": True, "false": False, "1": True, "0": False}.get(value.lower())
+    return bool(value) if is_bool(value) else None
+
+
+def is_bool(value: object) -> bool:
+    """Whether the value is a bool, Python's or NumPy's."""
+    return isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and getattr(value, "shape", None) == ())
+
+
 def _integer(value: object) -> int | None:
-    if isinstance(value, bool):
+    if is_bool(value):
         return None
     if isinstance(value, str):  # from a command line
         return int(value) if re.fullmatch(r"-?\d{1,18}", value) else None
-    index = getattr(type(value), "__index__", None)
-    return int(index(value)) if index else None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # anything else raises TypeError
+    except TypeError:
+        return None
 
 
 def normalise_spec(kernel: str, axes: Mapping[str, Axis], wanted: Mapping[str, object]) -> Spec:
@@ -158,11 +172,18 @@ def normalise_spec(kernel: str, axes: Mapping[str, Axis], wanted: Mapping[str, o
 
 def is_plain_name(name: object) -> bool:
     """Whether the text can name an axis or an argument: launch code is generated with these names in it."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not keyword.iskeyword(name) and name not in RESERVED
+    return (
+        isinstance(name, str)
+        and bool(_NAME.fullmatch(name))
+        and not keyword.iskeyword(name)
+        and name not in RESERVED | _FUNCTIONS
+    )
 
 
 def check_axis_name(name: str) -> None:
     """Raises InvalidDefinition for a name that is reserved or no plain identifier."""
     if not is_plain_name(name):
-        allowed = "letters, digits and underscores, a letter first; no Python keyword; none of " + ", ".join(sorted(RESERVED))
+        allowed = "letters, digits and underscores, a letter first; no Python keyword; none of " + ", ".join(
+            sorted(RESERVED | _FUNCTIONS)
+        )
         raise InvalidDefinition(f"axis cannot be called {name!r}", facts={"allowed": allowed})

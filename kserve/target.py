@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from kserve.errors import UnsupportedTarget
 
-_CUDA_ARCH = re.compile(r"sm_(\d{2,3})([af]?)")
+_CUDA_ARCH = re.compile(r"sm_([1-9][0-9]{1,2})([af]?)")
+# The first compute capability that has a suffix: sm_90a, sm_100f.
+_OLDEST_WITH = {"": 0, "a": 90, "f": 100}
 _HIP_ARCH = re.compile(r"gfx[0-9a-f]{3,4}")
 
 # Shared memory one block may ask for, bytes, by compute capability: CUDA C++ Programming Guide, table "Technical
@@ -61,9 +63,10 @@ class Target(NamedTuple):
 
     def with_features(self, features: str) -> Target:
         """The target with the suffix its kernel's features call for; a suffix the caller named stays."""
-        if self.backend != "cuda" or self.suffix or features == "none" or self.capability < 90:
+        if self.backend != "cuda" or self.suffix or features == "none":
             return self
-        return Target("cuda", self.arch + {"arch": "a", "family": "f"}[features])
+        suffix = {"arch": "a", "family": "f"}[features]
+        return self if self.capability < _OLDEST_WITH[suffix] else Target("cuda", self.arch + suffix)
 
     def runs_on(self, capability: int) -> bool:
         """Whether a device of that compute capability runs this binary (CUDA's binary compatibility rules)."""
@@ -84,10 +87,11 @@ def parse_target(text: str) -> Target:
     if not colon:
         backend = "hip" if arch.startswith("gfx") else "cuda"
     pattern = {"cuda": _CUDA_ARCH, "hip": _HIP_ARCH}.get(backend)
-    if pattern is None or not pattern.fullmatch(arch):
+    match = pattern.fullmatch(arch) if pattern else None
+    if match is None or (backend == "cuda" and int(match[1]) < _OLDEST_WITH[match[2]]):
         raise UnsupportedTarget(
             f"target {text!r} cannot be read",
-            facts={"allowed": "cuda:sm_NN, cuda:sm_NNa, cuda:sm_NNf, hip:gfxNNN; the backend may be left out"},
+            facts={"allowed": "cuda:sm_NN, sm_NNa from 90, sm_NNf from 100, hip:gfxNNN; the backend may be left out"},
         )
     return Target(backend, arch)
 

@@ -21,6 +21,7 @@ class Lease:
     Attributes:
         state:   queued, running, done or failed.
         starter: the client whose request began it; joiners are the others that waited for it.
+        owed:    clients that were told "pending" and have not come back for the result.
         log:     returns the compiler's output so far.
     """
 
@@ -32,6 +33,7 @@ class Lease:
         self.variant = variant
         self.starter = starter
         self.joiners: set[str] = set()
+        self.owed: set[str] = set()
         self.state = "queued"
         self.asked_at = time.time()
         self.seconds = 0.0
@@ -79,6 +81,7 @@ class Leases:
         self._numbers = itertools.count(1)
         self.running: dict[str, Lease] = {}
         self.ended: deque[Lease] = deque(maxlen=_REMEMBERED)
+        self._last: dict[str, Lease] = {}
         self._failed: dict[str, tuple[float, KserveError]] = {}
 
     def join(self, key: str, client: str) -> Lease | None:
@@ -112,7 +115,7 @@ class Leases:
             manifest = await build(lease)
         except KserveError as error:
             if isinstance(error, CompileFailed | RequestError):
-                self._failed[lease.key] = (time.monotonic() + self._failure_memory_s, error)
+                self._remember(lease.key, error)
             self._finish(lease, error)
             raise
         except asyncio.CancelledError:
@@ -121,17 +124,26 @@ class Leases:
         self._finish(lease, None)
         return manifest
 
+    def _remember(self, key: str, error: KserveError) -> None:
+        now = time.monotonic()
+        self._failed = {other: failure for other, failure in self._failed.items() if failure[0] > now}
+        self._failed[key] = (now + self._failure_memory_s, error)
+
     def _finish(self, lease: Lease, error: KserveError | None) -> None:
         lease.end(error)
         self.running.pop(lease.key, None)
+        if len(self.ended) == self.ended.maxlen and self._last.get(self.ended[0].key) is self.ended[0]:
+            del self._last[self.ended[0].key]
         self.ended.append(lease)
+        self._last[lease.key] = lease
 
-    def last_of(self, key: str, client: str) -> Lease | None:
-        """The ended build of that key that this client started or waited for: its request came back for the result."""
-        for lease in reversed(self.ended):
-            if lease.key == key and (client == lease.starter or client in lease.joiners):
-                return lease
-        return None
+    def collect(self, key: str, client: str) -> Lease | None:
+        """The ended build whose result this client is owed, once."""
+        lease = self._last.get(key)
+        if lease is None or client not in lease.owed:
+            return None
+        lease.owed.discard(client)
+        return lease
 
     def find(self, build_id: str) -> Lease | None:
         return next((lease for lease in self.all() if lease.id == build_id), None)

@@ -31,6 +31,10 @@ class Environment(NamedTuple):
     loaded: tuple[tuple[str, str], ...] = ()
 
 
+class WorkerLost(BuildError):
+    """The worker ended under a job: no fault of the job's, so it is tried once more."""
+
+
 class Worker:
     """One worker process and the jobs it runs.
 
@@ -104,7 +108,7 @@ class Worker:
         self.dead = True
         text = (self.scratch / "stderr.txt").read_text(errors="replace").strip()
         facts = {"worker": "\n" + text[-4000:]} if text else {}
-        error = BuildError(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
+        error = WorkerLost(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
         if not self.fingerprint.done():
             self.fingerprint.set_exception(error)
         for future in self._jobs.values():
@@ -125,7 +129,7 @@ class Worker:
             self.n_jobs += 1
             return await future
         except (BrokenPipeError, ConnectionResetError):
-            raise BuildError(f"the {self.language} worker ended before it took the job", hint="call again") from None
+            raise WorkerLost(f"the {self.language} worker ended before it took the job", hint="call again") from None
         except asyncio.CancelledError:
             self._kill(number)
             raise
@@ -200,10 +204,12 @@ class Pool:
             self.n_queued -= 1
         self.n_running += 1
         try:
-            worker = await self.worker(job.language, environment)
             on_start()
             async with asyncio.timeout(self._settings.build_timeout_s):
-                status = await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
+                try:
+                    status = await self._run_once(job, environment, staging)
+                except WorkerLost:
+                    status = await self._run_once(job, environment, staging)
         except TimeoutError:
             raise BuildTimeout(
                 f"build of {job.function} for {job.target} passed its deadline of {self._settings.build_timeout_s:.0f} s",
@@ -221,6 +227,10 @@ class Pool:
             raise from_wire(answer["error"])
         built: dict[str, Any] = answer["built"]
         return built
+
+    async def _run_once(self, job: Job, environment: Environment, staging: Staging) -> int:
+        worker = await self.worker(job.language, environment)
+        return await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [

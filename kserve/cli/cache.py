@@ -14,6 +14,7 @@ from kserve.config import load_settings
 
 
 def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
+    """Add `ls` and `show`; `command` makes a sub-parser, as `cli._command` does."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     ls = command(commands, "ls", _ls, "list the artifacts in the store")
     ls.add_argument("--name", default="", help="only this kernel's")

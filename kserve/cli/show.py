@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 
 def say(text: str) -> None:
+    """Print to standard output: the one place that does."""
     print(text)
 
 

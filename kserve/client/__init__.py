@@ -69,11 +69,12 @@ def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeo
     if target is None:
         try:
             found = driver()
-            target = str(found.target_of(found.current_device()))
         except LoadError as error:
+            names = ", ".join(name for name, _ in wanted)
             raise UnsupportedTarget(
-                f"{wanted[0][0]} has no target: {error.message}", hint="name one: get_kernel(…, target='cuda:sm_90')"
+                f"{names} has no target: {error.message}", hint="name one: get_kernel(…, target='cuda:sm_90')"
             ) from None
+        target = str(found.target_of(found.current_device()))
     return resolve([Wanted(name, target, spec) for name, spec in wanted], timeout_s=timeout_s)
 
 

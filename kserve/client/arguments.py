@@ -5,13 +5,14 @@ This is the slow and complete road. `launch.py` takes a shorter one for torch te
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any, NamedTuple
 
 from kserve.artifact import Param
 from kserve.client.loader import driver
 from kserve.errors import LaunchError
-from kserve.spec import DTYPES, SCALARS
+from kserve.spec import DTYPES, SCALARS, is_bool
 
 
 class Passed(NamedTuple):
@@ -98,7 +99,7 @@ def _array(kernel: str, param: Param, argument: object, interface: dict[str, Any
 
 def _is_contiguous(interface: dict[str, Any]) -> bool:
     strides, expected = interface.get("strides"), int(interface["typestr"][2:])
-    if strides is None:
+    if strides is None or 0 in interface["shape"]:
         return True
     for extent, stride in zip(reversed(interface["shape"]), reversed(strides), strict=True):
         if extent > 1 and stride != expected:
@@ -119,8 +120,8 @@ def _number(kernel: str, param: Param, argument: object) -> int | float | bool:
             kernel, param, f"an array ({type(argument).__name__})", f"a number ({param.kind})", hint="pass its .item()"
         )
     if param.kind == "bool":
-        if str(argument) in ("True", "False"):
-            return str(argument) == "True"
+        if is_bool(argument):
+            return bool(argument)
         raise _refused(kernel, param, f"{argument!r}", "True, False")
     if param.kind.startswith("f"):
         return _float(kernel, param, argument)
@@ -128,18 +129,26 @@ def _number(kernel: str, param: Param, argument: object) -> int | float | bool:
 
 
 def _float(kernel: str, param: Param, argument: object) -> float:
-    if isinstance(argument, str | bytes | bool) or not hasattr(argument, "__float__"):
+    # No texts, no complex numbers, no arrays: only what is a number by itself.
+    real = not isinstance(argument, str | bytes | complex) and not is_bool(argument) and hasattr(argument, "__float__")
+    if not real or getattr(argument, "shape", ()) != () or str(getattr(argument, "dtype", "")).startswith("complex"):
         raise _refused(kernel, param, f"{argument!r} ({type(argument).__name__})", f"a number ({param.kind})")
-    return float(argument.__float__())
+    try:
+        return float(argument)  # type: ignore[arg-type]  # it has __float__
+    except (OverflowError, TypeError):
+        raise _refused(kernel, param, "a number out of range", f"a number ({param.kind})") from None
 
 
 def _integer(kernel: str, param: Param, argument: object) -> int:
     bits = DTYPES[SCALARS[param.kind]].size_bytes * 8
     low, high = (0, 2**bits - 1) if param.kind.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     allowed = f"an integer from {low} to {high} ({param.kind})"
-    if isinstance(argument, bool) or not hasattr(argument, "__index__"):
+    try:
+        value = operator.index(argument)  # type: ignore[arg-type]  # anything else raises TypeError
+    except TypeError:
+        raise _refused(kernel, param, f"{argument!r} ({type(argument).__name__})", allowed) from None
+    if is_bool(argument) or getattr(argument, "shape", ()) != ():
         raise _refused(kernel, param, f"{argument!r} ({type(argument).__name__})", allowed)
-    value = int(argument.__index__())
     if not low <= value <= high:
         raise _refused(kernel, param, f"{value}", allowed)
     return value

@@ -8,6 +8,7 @@ what is wrong, and ends in the same driver call. Guards in the generated code co
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +17,8 @@ from typing import Any
 from kserve.artifact import Artifact, Contract, Manifest, Param
 from kserve.client import arguments
 from kserve.client.loader import NO_CONTEXT, Library, driver
-from kserve.errors import LaunchError, LoadError
+from kserve.client.quick import MOST_BLOCKS, quick_source
+from kserve.errors import InvalidDefinition, LaunchError, LoadError
 from kserve.expression import FUNCTIONS, Expression
 from kserve.spec import DTYPES, SCALARS
 from kserve.target import Target, parse_target
@@ -226,13 +228,21 @@ def _facts_hold(params: list[Param], values: Mapping[str, Any]) -> bool:
 
 
 def _grid(kernel: str, contract: Contract, names: Mapping[str, Any], grid: GridLike | None) -> tuple[int, int, int]:
-    if callable(grid):
-        grid = grid(names)
-    if grid is None:
-        grid = tuple(Expression(text).evaluate(names) for text in contract.grid)
-    dimensions = (grid,) if isinstance(grid, int) else tuple(grid)
-    if not 1 <= len(dimensions) <= 3 or not all(isinstance(extent, int) and extent >= 0 for extent in dimensions):
-        raise LaunchError(f"{kernel}: grid is {grid!r}", facts={"allowed": "one to three integers, each 0 or more"})
+    try:
+        if grid is None:
+            found: Any = tuple(Expression(text).evaluate(names) for text in contract.grid)
+        else:
+            found = grid(names) if callable(grid) else grid
+        extents = found if isinstance(found, tuple | list) else (found,)
+        dimensions = tuple(operator.index(extent) for extent in extents)
+    except InvalidDefinition as error:
+        raise LaunchError(f"{kernel}: {error.message}") from None
+    except TypeError:
+        dimensions = ()
+    fits = all(0 <= extent <= most for extent, most in zip(dimensions, MOST_BLOCKS, strict=False))
+    if not 1 <= len(dimensions) <= 3 or not fits:
+        allowed = "one to three integers from 0, up to " + ", ".join(map(str, MOST_BLOCKS))
+        raise LaunchError(f"{kernel}: grid is {found!r}", facts={"allowed": allowed})
     return _three(dimensions)
 
 
@@ -250,7 +260,7 @@ def quick_road(contract: Contract, libraries: list[Library], slow_road: Callable
     Every guard the slow road has is one term of a single condition; when it does not hold, the slow road finds out why.
     """
     params = [param for param in contract.params if param.kind != "scratch"]
-    source = _quick_source(contract, params)
+    source = quick_source(contract)
     pool: list[_Slot] = []
     namespace: dict[str, Any] = {
         **{f"_dtype_{param.name}": getattr(torch, param.dtype) for param in params if param.kind == "pointer"},
@@ -266,74 +276,10 @@ def quick_road(contract: Contract, libraries: list[Library], slow_road: Callable
         "_pack": packing(contract).pack_into,
         "_unfit": (struct.error, OverflowError),
         "_launch": driver().launch,
+        "_no_context": NO_CONTEXT,
         "_failed": lambda status, **facts: _failed(contract.symbol, status, **facts),
         **FUNCTIONS,
     }
     exec(compile(source, f"<launch of {contract.symbol}>", "exec"), namespace)  # noqa: S102 - our own text, checked names
     launch: Callable[..., None] = namespace["launch"]
     return launch
-
-
-def _quick_source(contract: Contract, params: list[Param]) -> str:
-    """The launch function's text.
-
-    Names of parameters are identifiers (checked where kernel.toml is read); expressions are printed from their checked trees.
-    """
-    names = [param.name for param in params]
-    pointers = [param.name for param in params if param.kind == "pointer"]
-    packed = [f"_p_{param.name}" if param.kind == "pointer" else param.name for param in params]
-    texts = (*contract.grid, *contract.block, contract.shared_bytes)
-    used = set().union(*(Expression(text).names for text in texts))
-    constants = "; ".join(f"{name} = {value!r}" for name, value in sorted(contract.constants.items()) if name in used)
-    grid = [*(Expression(text).python for text in contract.grid), "1", "1"][:3]
-    block = ", ".join([*(Expression(text).python for text in contract.block), "1", "1"][:3])
-    guards = [guard for param in params for guard in _guards(param, first=pointers[0] if pointers else "")]
-    lines = [
-        f"def launch({', '.join(['*args', 'stream=None', 'grid=None'])}):",
-        "    if stream is not None or grid is not None: return _slow(args, stream, grid)",
-        "    try:",
-        f"        {', '.join(names)}, = args",
-        f"        _device = {pointers[0]}.get_device()" if pointers else "        _device = _current_device()",
-        f"        _fits = {' and '.join(guards) or 'True'}",
-        "        if not _fits or _device != _current_device(): return _slow(args, stream, grid)",
-        *(f"        _p_{name} = {name}.data_ptr()" for name in pointers),
-        f"        _table = _functions if {_fact_condition(params)} else _generic",
-        "        _function = _table[_device]",
-        "    except (AttributeError, ValueError, TypeError, KeyError): return _slow(args, stream, grid)",
-        f"    {constants}" if constants else "    pass",
-        f"    _x = {grid[0]}; _y = {grid[1]}; _z = {grid[2]}",
-        "    if _x <= 0 or _y <= 0 or _z <= 0: return _slow(args, stream, grid)",
-        "    try: _slot = _take()",
-        "    except IndexError: _slot = _new()",
-        f"    try: _pack(_slot.buffer, 0, {', '.join(packed)})",
-        "    except _unfit: return _slow(args, stream, grid)",
-        f"    _shared = {Expression(contract.shared_bytes).python}",
-        f"    _status = _launch(_function, _x, _y, _z, {block}, _shared, _current_stream(_device), _slot.params, None)",
-        "    _give(_slot)",
-        f"    if _status == {NO_CONTEXT}: return _slow(args, stream, grid)",
-        f"    if _status: _failed(_status, grid=(_x, _y, _z), block=({block}), shared=_shared)",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _guards(param: Param, *, first: str) -> list[str]:
-    name = param.name
-    if param.kind == "pointer":
-        found = [f"{name}.dtype is _dtype_{name}"]
-        found += [f"{name}.is_contiguous()"] if param.contiguous else []
-        return found + ([] if name == first else [f"{name}.get_device() == _device"])
-    if param.kind in ("struct", "tensor_map"):
-        return [f"{name}.__class__ is bytes and len({name}) == {param.size_bytes}"]
-    kind = "float" if param.kind.startswith("f") else "bool" if param.kind == "bool" else "int"
-    return [f"{name}.__class__ is {kind}"]
-
-
-def _fact_condition(params: list[Param]) -> str:
-    """One test a distinct alignment, over all its pointers at once; one a divisor."""
-    by_alignment: dict[int, list[str]] = {}
-    for param in params:
-        if param.align:
-            by_alignment.setdefault(param.align, []).append(f"_p_{param.name}")
-    tests = [f"not ({' | '.join(names)}) & {align - 1}" for align, names in sorted(by_alignment.items())]
-    tests += [f"not {param.name} % {param.divisible_by}" for param in params if param.divisible_by]
-    return " and ".join(tests) or "True"

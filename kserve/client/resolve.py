@@ -58,6 +58,7 @@ def session() -> _Session:
 
 
 def disconnect() -> None:
+    """End the session: the next one reads the settings again."""
     global _session  # noqa: PLW0603 - one session a process
     if _session is not None:
         _session.connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from typing import Annotated, Any
@@ -47,7 +48,7 @@ async def status(request: Request, service: Service) -> dict[str, Any]:
         "pid": os.getpid(),
         "uptime_s": time.time() - request.app.state.started_at,
         "socket": str(service.settings.socket),
-        "idle_s": service.settings.idle_s,
+        "idle_s": service.settings.idle_s if math.isfinite(service.settings.idle_s) else None,
         "jobs": service.settings.jobs,
         "n_running": service.pool.n_running,
         "n_queued": service.pool.n_queued,

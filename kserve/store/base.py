@@ -33,7 +33,7 @@ class Store(Protocol):
         """Remove a record; one that is not there is no error."""
 
     def keys(self, kind: str) -> Iterator[str]:
-        """The hex part of every record of that kind, in no order."""
+        """The hex part of every record of that kind, in no order. A ValueError for a kind that does not exist."""
 
 
 class MemoryStore:
@@ -52,7 +52,15 @@ class MemoryStore:
         self._records.pop(checked(name), None)
 
     def keys(self, kind: str) -> Iterator[str]:
-        return iter([name.partition("/")[2] for name in self._records if name.startswith(kind + "/")])
+        prefix = checked_kind(kind) + "/"
+        return iter([name.removeprefix(prefix) for name in self._records if name.startswith(prefix)])
+
+
+def checked_kind(kind: str) -> str:
+    """The kind itself; a ValueError when there is none of that name."""
+    if kind not in KINDS:
+        raise ValueError(f"record kind {kind!r}: expected one of {', '.join(KINDS)}")
+    return kind
 
 
 def checked(name: str) -> str:
@@ -69,6 +77,7 @@ def matches(name: str, content: bytes) -> bool:
 
 
 def check_content(name: str, content: bytes) -> bytes:
+    """The bytes themselves; a ValueError when a content-addressed name stands for others."""
     if not matches(name, content):
         raise ValueError(f"record {name} was given bytes of digest {digest_of(content)}")
     return content

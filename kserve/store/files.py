@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kserve.config import private_directory
 from kserve.errors import StoreError
-from kserve.store.base import KINDS, check_content, checked, matches
+from kserve.store.base import KINDS, check_content, checked, checked_kind, matches
 
 
 class FileStore:
@@ -51,7 +51,7 @@ class FileStore:
         path = self.path(name)
         try:
             content = path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from None
@@ -61,7 +61,7 @@ class FileStore:
         return None
 
     def put(self, name: str, content: bytes) -> None:
-        path = self.path(name)
+        path = self._writable_path(name)
         check_content(name, content)
         temporary = self.root / "tmp" / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
         try:
@@ -79,13 +79,25 @@ class FileStore:
             raise StoreError(f"{path} cannot be written: {error.strerror}") from None
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.path(name).unlink()
+        path = self._writable_path(name)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be removed: {error.strerror}") from None
+
+    def _writable_path(self, name: str) -> Path:
+        path = self.path(name)
+        if not self.writable:
+            raise StoreError(f"store {self.root} was opened to read: {name} cannot be changed")
+        return path
 
     def keys(self, kind: str) -> Iterator[str]:
-        for directory in sorted((self.root / kind).glob("??")):
-            for path in directory.iterdir():
-                yield path.name.removesuffix(".json")
+        for directory in sorted((self.root / checked_kind(kind)).glob("??")):
+            names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+            for digest in (name.removesuffix(".json") for name in names):
+                with contextlib.suppress(ValueError):  # a file that is no record
+                    if self.path(f"{kind}/{digest}").name in names:
+                        yield digest
 
     def quarantine(self, name: str) -> None:
         """Move a damaged record out of the way; a reader without the right to leaves it."""

@@ -111,10 +111,12 @@ def load_toolchain(language: str) -> Toolchain:
 
 
 def job_from_json(plain: dict[str, Any]) -> Job:
+    """The job that `Job.to_json` wrote."""
     return Job(**{**plain, "arguments": tuple(JobArgument(**argument) for argument in plain["arguments"])})
 
 
 def stamp(path: Path) -> list[int]:
+    """Size, modification time in ns and inode: a file that was changed has another stamp."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 

@@ -18,14 +18,23 @@ _REGCOUNT = 0x2F
 _FORMAT_WITH_PAYLOAD = 0x04
 _SHT_NOBITS = 8
 
-_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+# The assembler's lines about one kernel: its properties, then what it uses.
+_REPORT = re.compile(
+    r"entry function '(?P<symbol>[^']*)'.*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers(?P<used>[^\n]*)",
+    re.DOTALL,
+)
+_STATIC_SHARED = re.compile(r"(\d+) bytes smem")
 _PTX_ENTRY = re.compile(r"\.entry\s+([\w$.]+)\s*\(([^)]*)\)")
 _PTX_TYPE = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)")
 _PTX_THREADS = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
 
 
 class Section(NamedTuple):
+    """One section of an ELF file; `link` is the header's sh_info: of a `.text` section, its symbol's index."""
+
     name: str
+    link: int
     size_bytes: int
     content: bytes
 
@@ -42,11 +51,11 @@ def sections(cubin: bytes) -> Iterator[Section]:
         entry_size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
         headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * entry_size) for i in range(count)]
         names = headers[names_at][4]
-        for name_at, kind, _, _, offset, size, *_ in headers:
+        for name_at, kind, _, _, offset, size, _, link, *_ in headers:
             start = names + name_at
             name = cubin[start : cubin.index(b"\0", start)].decode()
-            yield Section(name, size, b"" if kind == _SHT_NOBITS else cubin[offset : offset + size])
-    except (struct.error, ValueError, IndexError) as error:
+            yield Section(name, link & 0xFFFFFF, size, b"" if kind == _SHT_NOBITS else cubin[offset : offset + size])
+    except (struct.error, ValueError, IndexError, OverflowError) as error:
         raise CompileFailed(f"the compiler's output is a damaged ELF file: {error}") from None
 
 
@@ -61,15 +70,23 @@ def attributes(content: bytes) -> Iterator[tuple[int, bytes]]:
             at += size
 
 
+def _records(section: Section, attribute: int, layout: str) -> Iterator[tuple[int, ...]]:
+    """The payloads of one attribute. Raises: CompileFailed for one of another size."""
+    for found, payload in attributes(section.content):
+        if found == attribute:
+            try:
+                yield struct.unpack(layout, payload)
+            except struct.error as error:
+                raise CompileFailed(f"{section.name} of the compiler's output is damaged: {error}") from None
+
+
 def parameters(cubin: bytes, symbol: str) -> list[tuple[int, int]]:
     """(offset, size_bytes) of each parameter of the kernel, in order."""
     found = {}
     for section in sections(cubin):
         if section.name == f".nv.info.{symbol}":
-            for attribute, payload in attributes(section.content):
-                if attribute == _KPARAM_INFO:
-                    _, ordinal, offset, packed = struct.unpack("<IHHI", payload)
-                    found[ordinal] = (offset, packed >> 18)
+            for _, ordinal, offset, packed in _records(section, _KPARAM_INFO, "<IHHI"):
+                found[ordinal] = (offset, packed >> 18)
     return [found[ordinal] for ordinal in sorted(found)]
 
 
@@ -77,21 +94,24 @@ def resources(cubin: bytes, symbol: str, report: str) -> dict[str, int]:
     """What one thread and one block of the kernel take.
 
     Args:
-        report: the assembler's text (`ptxas -v`), for what the cubin does not say.
-    Returns:  registers (a thread), shared_bytes (static, a block), and, where the report has them, spill_bytes and
+        report: the assembler's text (`ptxas -v`); it knows spills, and shared memory without what the system reserves.
+    Returns:  registers (a thread), shared_bytes (static, a block), and, where the report has the kernel, spill_bytes and
               stack_bytes (a thread).
     """
     found = {"registers": 0, "shared_bytes": 0}
-    for section in sections(cubin):
-        if section.name == f".nv.shared.{symbol}":
-            found["shared_bytes"] = section.size_bytes
-        elif section.name == ".nv.info":
-            counts = [struct.unpack("<II", payload)[1] for a, payload in attributes(section.content) if a == _REGCOUNT]
-            found["registers"] = max(counts, default=0)
-    stack = _SPILLS.search(report, max(report.find(symbol), 0))
-    if stack:
-        found["stack_bytes"] = int(stack[1])
-        found["spill_bytes"] = int(stack[2]) + int(stack[3])
+    table = {section.name: section for section in sections(cubin)}
+    text, info, shared = (table.get(name) for name in (f".text.{symbol}", ".nv.info", f".nv.shared.{symbol}"))
+    if text is not None and info is not None:
+        counts = dict(pair for pair in _records(info, _REGCOUNT, "<II") if len(pair) == 2)
+        found["registers"] = counts.get(text.link, 0)
+    if shared is not None:
+        found["shared_bytes"] = shared.size_bytes
+    for match in _REPORT.finditer(report):
+        if match["symbol"] == symbol:
+            static = _STATIC_SHARED.search(match["used"])
+            found["shared_bytes"] = int(static[1]) if static else 0
+            found["stack_bytes"] = int(match["stack"])
+            found["spill_bytes"] = int(match["stores"]) + int(match["loads"])
     return found
 
 

@@ -195,7 +195,7 @@ class Compiled(NamedTuple):
 
 
 def macros(*, aligned: bool) -> list[str]:
-    definition = read_definition((FOLDER / "kernel.toml").read_text(), origin="kernel.toml")
+    definition = read_definition((FOLDER / "kernel.toml").read_bytes(), origin="kernel.toml")
     pointers = [argument for argument in definition.entries["fused_norm_residual"].arguments if argument.kind == "pointer"]
     stated = {argument.name.upper(): argument.align if aligned else 4 for argument in pointers}
     return ["--define-macro=KSERVE_DIV_N=1", *(f"--define-macro=KSERVE_ALIGN_{n}={align}" for n, align in stated.items())]
@@ -203,7 +203,7 @@ def macros(*, aligned: bool) -> list[str]:
 
 def compiled(hidden: int, arch: str, directory: Path, *, aligned: bool) -> Compiled:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
-    definition = read_definition((FOLDER / "kernel.toml").read_text(), origin="kernel.toml")
+    definition = read_definition((FOLDER / "kernel.toml").read_bytes(), origin="kernel.toml")
     entry = definition.entries["fused_norm_residual"]
     spec = definition.specialise(entry, {"hidden": hidden})
     function = entry.function.format_map(spec | {"dtype": "float", "training": "false"})
@@ -262,7 +262,7 @@ def test_each_input_is_read_once(tmp_path):
 
 
 def test_every_row_fits_its_block():
-    definition = read_definition((FOLDER / "kernel.toml").read_text(), origin="kernel.toml")
+    definition = read_definition((FOLDER / "kernel.toml").read_bytes(), origin="kernel.toml")
     for hidden in range(1, 8193):
         spec = definition.specialise(definition.entries["fused_norm_residual"], {"hidden": hidden})
         lanes, groups, rows = (int(spec[name]) for name in ("lanes", "groups", "rows"))

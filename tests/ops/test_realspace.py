@@ -271,7 +271,7 @@ def test_reasons_for_the_reference():
 
 
 def definition_and_spec(n_ang: int, n_grid: int) -> tuple[Any, dict[str, Any]]:
-    definition = read_definition((FOLDER / "kernel.toml").read_text(), origin="kernel.toml")
+    definition = read_definition((FOLDER / "kernel.toml").read_bytes(), origin="kernel.toml")
     return definition, definition.specialise(definition.entries["realspace_fwd"], {"n_ang": n_ang, "n_grid": n_grid})
 
 

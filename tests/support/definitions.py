@@ -44,6 +44,7 @@ def write_cuda(folder: Path, *, toml: str = CUDA_TOML, source: str = CUDA_SOURCE
         (folder / name.replace("__", ".")).write_text(content)
     return folder
 
+
 TRITON_TOML = """
 schema = 1
 language = "triton"

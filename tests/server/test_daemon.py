@@ -1,0 +1,486 @@
+"""The daemon as a process: how it starts, whom it lets in, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kserve import protocol
+from kserve.client.connection import Connection
+from kserve.errors import ForeignPeer, KserveError, StoreError
+from tests.support.daemon import Daemon, answers, ask, assert_sound, daemon, settings_of, variables
+from tests.support.definitions import write_cuda
+from tests.support.processes import REPOSITORY, daemon_pid, kserve, python, wait_for, workers
+from tests.support.slow_kernel import write_slow
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+
+
+@pytest.fixture
+def root(own_place: Path) -> Path:
+    """A place whose kernel folder has a quick and a slow kernel."""
+    write_cuda(own_place / "kernels" / "scale")
+    write_slow(own_place / "kernels" / "slow")
+    return own_place
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs: one that ended and that nobody waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def start_slow(found: Daemon, tag: int = 0) -> str:
+    """Begin the slow build and wait until the compiler runs; the build's id."""
+    with contextlib.closing(found.connection()) as connection:
+        build: str = ask(connection, found.settings, "slow", tag=tag, wait_s=0.0)["pending"]["build"]
+        wait_for(lambda: connection.call("GET", f"{protocol.BUILDS}/{build}")["state"] == "running", what="the build")
+    return build
+
+
+def test_socket_and_directories_are_the_users_alone(root: Path):
+    with daemon(root) as found:
+        path = found.settings.socket
+        assert stat.S_ISSOCK(path.lstat().st_mode)
+        assert mode(path) == 0o600
+        assert [mode(folder) for folder in (path.parent, path.parent.parent, root / "run", root / "store")] == [0o700] * 4
+    assert not path.exists(), "the socket goes with its daemon"
+
+
+def test_a_second_daemon_on_one_store_is_refused(root: Path):
+    with daemon(root) as found:
+        elsewhere = variables(root, KSERVE_RUNTIME_DIR=str(root / "run2"))
+        for environment in (variables(root), elsewhere):
+            second = kserve("up", **environment)
+            assert second.returncode == 6
+            assert str(found.process.pid) in second.stderr
+            assert "kserve down" in second.stderr
+        assert answers(found.settings), "the first serves on"
+
+
+def test_a_socket_that_a_dead_daemon_left_is_replaced(root: Path):
+    with daemon(root) as found:
+        found.process.kill()
+        found.process.wait(10)
+        assert found.settings.socket.exists()
+        with daemon(root) as second:
+            assert second.call("GET", protocol.STATUS)["pid"] == second.process.pid
+
+
+def test_a_file_in_the_sockets_place_is_replaced(root: Path):
+    path = settings_of(root).socket
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.write_text("")
+    with daemon(root) as found:
+        assert answers(found.settings)
+
+
+def test_it_ends_when_idle_but_not_while_it_works(root: Path):
+    with daemon(root, KSERVE_IDLE_S="0.4") as found:
+        start_slow(found)
+        began = time.monotonic()
+        wait_for(lambda: time.monotonic() - began > 1.2 or found.process.poll() is not None)
+        assert found.process.poll() is None, "a build is work"
+        for pid in compilers_of(root):
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: found.process.poll() is not None, deadline_s=5, what="the idle end")
+        assert found.process.returncode == 0
+
+
+@pytest.mark.toolchain
+def test_it_does_not_end_while_a_toolchain_loads(root: Path):
+    """Triton takes a second to load, on a cold disk ten: a request that waits for it is work too."""
+    with daemon(root, KSERVE_IDLE_S="0.3") as found, contextlib.closing(found.connection()) as connection:
+        answer = ask(connection, found.settings, "realspace_fwd")
+        assert "variants" in answer, answer
+
+
+def test_up_detach_returns_with_the_callers_pipes_closed(root: Path):
+    began = time.monotonic()
+    first = kserve("up", "--detach", "--idle", "30")  # captures its output: a pipe left open would hold it
+    assert (first.returncode, time.monotonic() - began < 15) == (0, True)
+    pid = daemon_pid(root)
+    assert pid is not None
+    assert str(pid) in first.stdout
+    assert os.getsid(pid) == pid, "a session of its own"
+    assert os.readlink(f"/proc/{pid}/cwd") == "/"
+    again = kserve("up", "--detach")
+    assert (again.returncode, daemon_pid(root)) == (0, pid)
+
+
+def test_down_and_status(root: Path):
+    assert kserve("status").returncode == 6
+    assert kserve("down").returncode == 0, "nothing to end is no error"
+    assert kserve("up", "--detach").returncode == 0
+    pid = daemon_pid(root)
+    assert str(pid) in kserve("status").stdout
+    ended = kserve("down")
+    assert ended.returncode == 0
+    assert str(pid) in ended.stdout
+    wait_for(lambda: daemon_pid(root) is None, deadline_s=1, what="the process to be gone")
+    assert kserve("status").returncode == 6
+
+
+def test_many_detached_starts_at_once_are_one_daemon(root: Path):
+    environment = {**os.environ, **variables(root)}
+    command = [sys.executable, "-m", "kserve", "up", "--detach"]
+    started = [
+        subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(5)
+    ]
+    outputs = [process.communicate(timeout=60)[0].decode() for process in started]
+    assert [process.returncode for process in started] == [0] * 5, outputs
+    pid = daemon_pid(root)
+    assert all(str(pid) in output for output in outputs)
+
+
+def test_a_start_that_fails_says_why(root: Path):
+    (root / "store").mkdir(mode=0o777)
+    (root / "store").chmod(0o777)
+    failed = kserve("up", "--detach")
+    assert failed.returncode == 6
+    assert "others can write to it" in failed.stderr
+
+
+def compilers_of(root: Path) -> list[int]:
+    """Processes that work in a staging directory of that place's store."""
+    found = []
+    for pid in workers(root):
+        with contextlib.suppress(OSError):
+            if "/job-" in os.readlink(f"/proc/{pid}/cwd"):
+                found.append(pid)
+    return found
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_its_builds(root: Path, number: signal.Signals):
+    with daemon(root) as found:
+        start_slow(found, 1)
+        start_slow(found, 2)
+        children = children_of(found.process.pid)
+        wait_for(lambda: len(compilers_of(root)) == 2, what="both compilers")
+        began = time.monotonic()
+        found.process.send_signal(number)
+        assert found.process.wait(10) == 0
+        assert time.monotonic() - began < 5
+        assert workers(root) == []
+        assert [pid for pid in children if alive(pid)] == []
+        assert list((root / "store" / "tmp").glob("job-*")) == []
+        assert assert_sound(root / "store") == 0
+
+
+WAIT = """
+import json, sys
+from kserve import get_kernel
+from kserve.errors import KserveError
+try:
+    get_kernel("slow", target="sm_90")
+except KserveError as error:
+    print(json.dumps([error.code, str(error)]))
+"""
+
+
+@pytest.mark.toolchain
+def test_who_waits_for_a_build_is_told_of_the_end(root: Path):
+    with daemon(root) as found:
+        environment = {**os.environ, **variables(root, KSERVE_AUTOSTART="0", KSERVE_NO_BUILD="0")}
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", WAIT], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        with contextlib.closing(found.connection()) as connection:
+            wait_for(lambda: any(b["state"] == "running" for b in connection.call("GET", protocol.BUILDS)["builds"]))
+        found.process.terminate()
+        code, text = __import__("json").loads(waiting.communicate(timeout=20)[0])
+    assert code in ("build-failed", "service-failed"), text
+    assert "going down" in text
+
+
+LOOP = """
+import collections, sys, time
+from kserve import client, get_kernel
+from kserve.errors import KserveError
+seen = collections.Counter()
+until = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < until:
+    client.forget()
+    try:
+        seen[get_kernel("scale", target="sm_90").origin] += 1
+    except KserveError as error:
+        seen[f"{type(error).__name__}: {error.message}"] += 1
+print(sorted(seen))
+"""
+
+
+@pytest.mark.toolchain
+@pytest.mark.slow
+def test_clients_do_not_see_a_daemon_end(root: Path):
+    """Whoever asks while one daemon goes down is served by the next one."""
+    looping = subprocess.Popen(
+        [sys.executable, "-c", LOOP, "8"],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables(root, KSERVE_AUTOSTART="1")},
+        stdout=subprocess.PIPE,
+    )
+    wait_for(lambda: list((root / "store" / "manifest").glob("??/*")), what="the first build")
+    ended: set[int] = set()
+    while looping.poll() is None:
+        pid = daemon_pid(root)
+        if pid is not None and pid not in ended and answers(settings_of(root)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            ended.add(pid)
+    assert len(ended) >= 3
+    assert looping.communicate()[0].decode().strip() == "['built', 'disk']"
+
+
+@pytest.mark.toolchain
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["daemon", "worker"])
+def test_a_kill_at_any_moment_leaves_nothing(root: Path, victim: str):
+    """Ten moments each: no compiler is left after 2 s, the store is sound, the next build works."""
+    moments = random.Random(victim)
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(daemon(root, KSERVE_JOBS="4"))
+        for round_ in range(10):
+            with contextlib.closing(found.connection()) as connection:
+                build = ask(connection, found.settings, "slow", tag=round_, wait_s=0.0)["pending"]["build"]
+                moment = moments.uniform(0.0, 1.0)
+                wait_for(lambda: connection.call("GET", f"{protocol.BUILDS}/{build}")["seconds"] >= moment)  # noqa: B023
+                (worker,) = connection.call("GET", protocol.STATUS)["workers"]
+            os.kill(found.process.pid if victim == "daemon" else worker["pid"], signal.SIGKILL)
+            wait_for(lambda: not workers(root), deadline_s=2, what=f"compilers to end, killed after {moment:.2f} s")
+            assert assert_sound(root / "store") == 2 * round_
+            if victim == "daemon":
+                found.process.wait(5)
+                found = stack.enter_context(daemon(root, KSERVE_JOBS="4"))
+            with contextlib.closing(found.connection()) as connection:
+                origins = [v["origin"] for v in ask(connection, found.settings, "scale", size=round_ + 1)["variants"]]
+                assert origins == ["built", "built"]
+                assert list((root / "store" / "tmp").glob("job-*")) == []
+
+
+def as_user(uid: int, code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code as another user, with the interpreter and the package already loaded: both may lie where he cannot read."""
+    prefix = f"import os, json, socket, sys, kserve.client.resolve, kserve.cli, http.client, tomllib\nos.setuid({uid})\n"
+    return python(prefix + code, *arguments, check=False, **environment)
+
+
+KNOCK = """
+peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+peer.settimeout(5)
+peer.connect(sys.argv[1])
+try:
+    peer.sendall(b"GET /v1/health HTTP/1.1\\r\\nHost: kserve\\r\\n\\r\\n")
+    print(repr(peer.recv(1000)))
+except ConnectionError:
+    print(repr(b""))
+"""
+
+
+@contextlib.contextmanager
+def opened(found: Daemon) -> Iterator[None]:
+    """The socket reachable for everybody, as a careless administrator would leave it."""
+    path = found.settings.socket
+    for folder in (path.parent, path.parent.parent, path.parent.parent.parent, found.root):
+        folder.chmod(0o711)
+    path.chmod(0o666)
+    yield
+
+
+@needs_root
+def test_a_peer_of_another_user_is_refused(root: Path):
+    with daemon(root) as found, opened(found):
+        assert as_user(NOBODY, KNOCK, str(found.settings.socket)).stdout.strip() == "b''"
+        assert b"200" in eval(python(KNOCK_HERE, str(found.settings.socket)).stdout)
+        assert answers(found.settings), "it serves on"
+        assert f"refused uid={NOBODY}" in found.log
+
+
+KNOCK_HERE = "import socket, sys" + KNOCK
+
+
+@needs_root
+def test_a_trusted_user_is_let_in(root: Path):
+    with daemon(root, KSERVE_TRUSTED_UIDS=f"1,{NOBODY}") as found, opened(found):
+        assert b"200" in eval(as_user(NOBODY, KNOCK, str(found.settings.socket)).stdout)
+
+
+ASK = """
+from kserve.client.connection import Connection
+from kserve.config import load_settings
+from kserve.errors import KserveError
+try:
+    print(json.dumps(Connection(load_settings()).call("GET", "/v1/status", start=bool(sys.argv[1:]))["pid"]))
+except KserveError as error:
+    print(json.dumps(error.code))
+"""
+
+
+@needs_root
+def test_a_client_refuses_another_users_daemon(root: Path):
+    """Before it sends a byte: the directory is not his."""
+    with daemon(root) as found, opened(found):
+        asked = as_user(NOBODY, ASK, HOME="/")
+        assert asked.stdout.strip() == '"foreign-peer"', asked.stderr
+
+
+@needs_root
+def test_a_place_a_client_cannot_enter_is_an_error_with_a_code(root: Path):
+    with daemon(root):
+        asked = as_user(NOBODY, ASK, HOME="/")
+        assert asked.stdout.strip() in ('"foreign-peer"', '"daemon-unreachable"', '"store-unusable"'), asked.stderr
+
+
+@needs_root
+def test_a_socket_that_another_user_serves_is_refused(root: Path):
+    """In a directory of ours, somehow: the peer's uid is what counts."""
+    path = settings_of(root).socket
+    path.parent.mkdir(parents=True, mode=0o700)
+    serve = (
+        "import os, socket, sys\n"
+        "s = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\nos.setuid(65534)\ns.listen()\nprint('up', flush=True)\n"
+        "peer = s.accept()[0]\nprint(repr(peer.recv(100)), flush=True)"
+    )
+    foreign = subprocess.Popen([sys.executable, "-c", serve, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert foreign.stdout.readline() == "up\n"
+        with contextlib.closing(Connection(settings_of(root))) as connection, pytest.raises(ForeignPeer) as caught:
+            connection.call("GET", protocol.STATUS)
+        assert str(NOBODY) in caught.value.message
+        assert foreign.communicate(timeout=5)[0] == "b''\n", "something was sent to a stranger"
+    finally:
+        foreign.kill()
+        foreign.communicate()
+
+
+def _foreign(path: Path) -> None:
+    os.chown(path, NOBODY, NOBODY)
+
+
+SPOILT: dict[str, tuple[Any, str]] = {
+    "of another user": (_foreign, f"uid {NOBODY}"),
+    "open to everybody": (lambda path: path.chmod(0o777), "0777"),
+    "open to the group": (lambda path: path.chmod(0o770), "0770"),
+}
+
+
+@pytest.mark.parametrize("which", ["run", "run/kserve", "socket", "store", "store/manifest"])
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_directory_that_is_not_ours_alone_is_refused(root: Path, which: str, how: str):
+    spoil, named = SPOILT[how]
+    if spoil is _foreign and os.getuid() != 0:
+        pytest.skip("only root can act as another user")
+    path = settings_of(root).socket.parent if which == "socket" else root / which
+    path.mkdir(parents=True, mode=0o700)
+    spoil(path)
+    refused = kserve("up")
+    assert refused.returncode == 6
+    assert str(path) in refused.stderr
+    assert named in refused.stderr
+
+
+def test_a_link_in_place_of_the_runtime_directory_is_refused(root: Path):
+    path = settings_of(root).socket.parent
+    (root / "elsewhere").mkdir(mode=0o700)
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.symlink_to(root / "elsewhere")
+    refused = kserve("up")
+    assert refused.returncode == 6
+    assert str(path) in refused.stderr
+
+
+def test_a_socket_path_that_is_too_long_names_the_limit(root: Path):
+    with pytest.raises(StoreError, match="107"):
+        settings_of(root, KSERVE_RUNTIME_DIR=str(root / ("d" * 90)))
+        _ = settings_of(root, KSERVE_RUNTIME_DIR=str(root / ("d" * 90))).socket
+
+
+START = "import sys; from kserve.client.connection import Connection; from kserve.config import load_settings\n"
+START += "print(Connection(load_settings()).call('GET', '/v1/health', start=True)['pid'])"
+
+
+@pytest.mark.parametrize("n", [12])
+def test_many_first_clients_start_one_daemon(root: Path, n: int):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", START], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(n)
+    ]
+    outputs = [process.communicate(timeout=60) for process in started]
+    assert {output for output, _ in outputs} == {f"{daemon_pid(root)}\n"}, outputs
+
+
+def test_an_autostarted_daemon_holds_nothing_of_its_starter(root: Path):
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    secret = {**os.environ, "A_TOKEN": "secret"}
+    subprocess.run(
+        [sys.executable, "-c", START], cwd=REPOSITORY, env=secret, close_fds=False, check=True, stdout=subprocess.DEVNULL
+    )
+    os.close(write)
+    os.set_blocking(read, True)
+    assert os.read(read, 1) == b"", "an inherited descriptor is still open"
+    os.close(read)
+    pid = daemon_pid(root)
+    assert b"A_TOKEN" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert stat.S_IMODE((settings_of(root).socket.parent / "daemon.log").stat().st_mode) == 0o600
+
+
+@pytest.mark.toolchain
+def test_without_autostart_a_short_lived_daemon_builds(root: Path):
+    environment = variables(root, KSERVE_AUTOSTART="0", KSERVE_IDLE_S="600")
+    made = python("from kserve import get_kernel; print(get_kernel('scale', target='sm_90').origin)", **environment)
+    assert made.stdout == "built\n"
+    assert daemon_pid(root) is not None
+    second = python("from kserve import get_kernel; print(get_kernel('scale', target='sm_90').origin)", **environment)
+    assert second.stdout == "disk\n"
+    wait_for(lambda: daemon_pid(root) is None, deadline_s=6, what="the short-lived daemon to end")
+    assert workers(root) == []
+
+
+def test_a_store_that_went_away_does_not_end_the_daemon(root: Path):
+    with daemon(root) as found:
+        shutil.rmtree(root / "store")
+        assert answers(found.settings)
+        with contextlib.suppress(KserveError), contextlib.closing(found.connection()) as connection:
+            ask(connection, found.settings, "scale")
+        assert answers(found.settings)
+
+
+def test_nothing_but_http_costs_only_that_connection(root: Path):
+    with daemon(root) as found:
+        for content in (b"", b"\r\n\r\n", b"\x16\x03\x01" * 100, b"GET / HTTP/9.9\r\n\r\n", b"G" * 100_000):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+                peer.settimeout(5)
+                peer.connect(str(found.settings.socket))
+                with contextlib.suppress(ConnectionError):
+                    peer.sendall(content)
+                    peer.shutdown(socket.SHUT_WR)
+                    assert b" 200 " not in peer.recv(1000)
+        assert answers(found.settings)

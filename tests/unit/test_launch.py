@@ -1,0 +1,517 @@
+"""Launching, as far as it goes without a driver: arguments, parameter blocks, grids, streams, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kserve.artifact import Artifact, Contract, Manifest, Param
+from kserve.client import arguments, launch
+from kserve.client.arguments import Passed
+from kserve.client.launch import Kernel, packing
+from kserve.client import quick
+from kserve.client.quick import quick_source
+from kserve.errors import KserveError, LaunchError
+from kserve.expression import FUNCTIONS
+
+X = Param("x", "pointer", "float32", 0, 8, align=16)
+OUT = Param("out", "pointer", "float32", 8, 8, mutated=True)
+
+
+def contract(*params: Param, **overrides) -> Contract:
+    return Contract("scale", "cubin", params, {"size": 8}, ("1",), ("128",))._replace(**overrides)
+
+
+def kernel(*params: Param, n_variants: int = 1) -> Kernel:
+    """A kernel that is not loaded."""
+    facts = ("ab" * 32, "cd" * 32, 7, "scale", "cuda", "cuda:sm_90", {"size": 8})
+    manifests = [
+        Manifest(*facts, variant, contract(*params), {"registers": 12}, {}, {}, closed_world=False, seconds=1.0, created_at=1.0)
+        for variant in ("declared", "generic")[:n_variants]
+    ]
+    return Kernel([Artifact(found, b"payload") for found in manifests], origin="built", seconds=1.5, device=None)
+
+
+def scalar(kind: str) -> Param:
+    return Param("value", kind, "", 0, 8)
+
+
+def array(**overrides) -> SimpleNamespace:
+    """Two by three floats at a null pointer: the one address that needs no driver to judge."""
+    interface = {"typestr": "<f4", "data": (0, False), "shape": (2, 3), "strides": None, "version": 3, **overrides}
+    return SimpleNamespace(__cuda_array_interface__=interface)
+
+
+@pytest.mark.parametrize(
+    ("params", "values", "block"),
+    [
+        ([], [], b""),
+        ([X], [0x1122334455667788], "8877665544332211"),
+        ([Param("b", "bool", "", 0, 1), Param("n", "i64", "", 8, 8)], [True, -1], "01" + "00" * 7 + "ff" * 8),
+        (
+            [Param("c", "i8", "", 0, 1), Param("s", "i16", "", 2, 2), Param("f", "f32", "", 4, 4)],
+            [-1, -2, 1.0],
+            "ff00feff0000803f",
+        ),
+        ([Param("h", "f16", "", 0, 2), Param("d", "f64", "", 8, 8)], [1.0, -2.0], "003c" + "00" * 6 + "00000000000000c0"),
+        (
+            [Param("u", "u8", "", 0, 1), Param("v", "u16", "", 2, 2), Param("w", "u32", "", 4, 4)],
+            [255, 65535, 2**32 - 1],
+            "ff00" + "ff" * 6,
+        ),
+        (
+            [Param("n", "i32", "", 0, 4), Param("p", "struct", "", 8, 5), Param("q", "u64", "", 16, 8)],
+            [1, b"abcde", 2**64 - 1],
+            "0100000000000000" + "6162636465000000" + "ff" * 8,
+        ),
+        ([Param("m", "tensor_map", "", 64, 128)], [b"\x07" * 128], "00" * 64 + "07" * 128),
+        ([X, Param("scratch_0", "scratch", "", 8, 8)], [1], "0100000000000000"),
+    ],
+    ids=range(9),
+)
+def test_values_lie_where_the_binary_expects_them(params, values, block):
+    expected = bytes.fromhex(block) if isinstance(block, str) else block
+    assert packing(contract(*params)).pack(*values) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "size_bytes", "value"),
+    [
+        ("i32", 4, 2**31),
+        ("i32", 4, 1.0),
+        ("u8", 1, -1),
+        ("u64", 8, 2**64),
+        ("f16", 2, 70000.0),
+        ("f32", 4, 1e39),
+        ("f32", 4, "1"),
+        ("pointer", 8, -1),
+    ],
+)
+def test_a_value_that_does_not_fit_is_never_packed(kind, size_bytes, value):
+    layout = packing(contract(Param("value", kind, "float32", 0, size_bytes)))
+    with pytest.raises((struct.error, OverflowError)):
+        layout.pack(value)
+
+
+def test_a_slot_points_at_every_parameter_and_leaves_scratch_null():
+    params = [X, Param("n", "i32", "", 8, 4), Param("scratch_0", "scratch", "", 16, 8)]
+    slot = launch._Slot(contract(*params))
+    packing(contract(*params)).pack_into(slot.buffer, 0, 5, 7)
+    base = ctypes.addressof(slot.buffer)
+    assert [pointer - base for pointer in slot.params] == [0, 8, 16]
+    assert ctypes.c_int32.from_address(slot.params[1]).value == 7
+    assert ctypes.c_int64.from_address(slot.params[2]).value == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "value"),
+    [
+        ("i32", 5, 5),
+        ("i32", -(2**31), -(2**31)),
+        ("i32", 2**31 - 1, 2**31 - 1),
+        ("i8", -128, -128),
+        ("u8", 255, 255),
+        ("u32", 2**32 - 1, 2**32 - 1),
+        ("i64", -(2**63), -(2**63)),
+        ("u64", 2**64 - 1, 2**64 - 1),
+        ("i32", np.int8(5), 5),
+        ("i64", np.uint32(5), 5),
+        ("i32", np.array(5), 5),
+        ("f32", 1.5, 1.5),
+        ("f32", 3, 3.0),
+        ("f32", np.float16(1.5), 1.5),
+        ("f64", np.int64(3), 3.0),
+        ("f64", Fraction(1, 2), 0.5),
+        ("f32", float("inf"), float("inf")),
+        ("bool", True, True),
+        ("bool", False, False),
+        ("bool", np.bool_(True), True),
+    ],
+)
+def test_a_number_becomes_the_plain_value_that_is_packed(kind, argument, value):
+    found = arguments.read("k", scalar(kind), argument)
+    assert found == Passed(value)
+    assert type(found.value) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("i32", 2**31),
+        ("i32", -(2**31) - 1),
+        ("u32", -1),
+        ("u8", 256),
+        ("i8", np.int64(128)),
+        ("u64", 2**64),
+        ("i32", 1.0),
+        ("i32", np.float64(1)),
+        ("i32", True),
+        ("i32", np.bool_(True)),
+        ("i32", "1"),
+        ("i32", None),
+        ("i32", [1]),
+        ("i32", array()),
+        ("i32", SimpleNamespace(data_ptr=0)),
+        ("i32", np.zeros(3)),
+        ("i32", np.array([1])),
+        ("f32", "1.5"),
+        ("f32", b"1"),
+        ("f32", True),
+        ("f32", np.bool_(True)),
+        ("f32", None),
+        ("f32", 1j),
+        ("f32", np.complex64(1)),
+        ("f32", array()),
+        ("f32", np.zeros(3)),
+        pytest.param("f64", 10**400, id="f64-huge"),
+        ("bool", 1),
+        ("bool", 0),
+        ("bool", "True"),
+        ("bool", "yes"),
+        ("bool", None),
+        ("bool", array()),
+        ("bool", np.ones(2, bool)),
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused_with_what_is_allowed(kind, argument):
+    with pytest.raises(LaunchError) as caught:
+        arguments.read("scale", scalar(kind), argument)
+    assert "scale" in caught.value.message
+    assert "value" in caught.value.message
+    assert caught.value.facts["allowed"]
+
+
+@pytest.mark.parametrize("content", [b"abcde", bytearray(b"abcde"), memoryview(b"abcde")])
+def test_a_struct_is_passed_as_its_bytes(content):
+    assert arguments.read("k", Param("p", "struct", "", 0, 5), content) == Passed(b"abcde")
+
+
+@pytest.mark.parametrize("content", [b"abcd", b"abcdef", "abcde", None, 5, [1, 2, 3, 4, 5]])
+def test_a_struct_of_another_size_is_refused(content):
+    with pytest.raises(LaunchError) as caught:
+        arguments.read("k", Param("p", "struct", "", 0, 5), content)
+    assert "5" in caught.value.facts["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides"),
+    [
+        ({}, {}),
+        ({}, {"strides": (12, 4)}),
+        ({}, {"shape": (), "strides": ()}),
+        ({}, {"shape": (0, 3), "strides": (12, 4)}),
+        ({}, {"shape": (3, 0), "strides": (100, 4)}),
+        ({}, {"shape": (1, 3), "strides": (999, 4)}),
+        ({"contiguous": False}, {"strides": (4, 8)}),
+        ({"mutated": False}, {"data": (0, True)}),
+        ({"dtype": "bool"}, {"typestr": "|b1"}),
+        ({"dtype": "int64"}, {"typestr": "<i8"}),
+    ],
+    ids=range(10),
+)
+def test_an_array_that_fits_is_passed_by_its_address(changes, overrides):
+    assert arguments.read("k", OUT._replace(**changes), array(**overrides)) == Passed(0)
+
+
+def test_an_interface_without_strides_is_contiguous():
+    found = array()
+    del found.__cuda_array_interface__["strides"]
+    assert arguments.read("k", X, found) == Passed(0)
+
+
+def test_the_interface_names_its_stream():
+    assert arguments.read("k", X, array(stream=7)).stream == 7
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        (array(typestr="<f8"), "<f8"),
+        (array(typestr=">f4"), ">f4"),
+        (array(typestr="<i4"), "<i4"),
+        (array(strides=(4, 8)), "(4, 8)"),
+        (array(strides=(24, 8)), "(24, 8)"),
+        (array(strides=(0, 4)), "(0, 4)"),
+        (array(data=(0, True)), "read-only"),
+        (None, "None"),
+        (np.zeros((2, 3), "f4"), "host"),
+        ([1.0], "list"),
+        (0x7F0000000000, "int"),
+        ("text", "str"),
+    ],
+    ids=range(12),
+)
+def test_an_array_that_does_not_fit_is_refused_with_what_came_and_what_is_allowed(argument, named):
+    with pytest.raises(LaunchError) as caught:
+        arguments.read("scale", OUT, argument)
+    assert "out" in caught.value.message
+    assert named in caught.value.message
+    assert caught.value.facts["allowed"]
+
+
+def test_a_strided_view_is_refused_before_the_driver_is_asked_about_its_address():
+    with pytest.raises(LaunchError):
+        arguments.read("k", X, array(data=(0x7F0000000000, False), strides=(4, 8)))
+
+
+def test_bfloat16_is_never_taken_for_another_two_byte_type():
+    for typestr in ("<f2", "<u2", "<i2", "<V2"):
+        with pytest.raises(LaunchError):
+            arguments.read("k", X._replace(dtype="bfloat16"), array(typestr=typestr))
+
+
+@pytest.mark.parametrize(("nullable", "refused"), [(True, False), (False, True)])
+def test_none_is_a_null_pointer_where_the_definition_allows_it(nullable, refused):
+    param = X._replace(nullable=nullable)
+    if refused:
+        with pytest.raises(LaunchError):
+            arguments.read("k", param, None)
+    else:
+        assert arguments.read("k", param, None) == Passed(0)
+
+
+@pytest.mark.parametrize(
+    ("params", "values", "hold"),
+    [
+        ([X], {"x": 0x1000}, True),
+        ([X], {"x": 0x1008}, False),
+        ([X], {"x": 0x1001}, False),
+        ([X], {"x": 0}, True),
+        ([X._replace(align=0)], {"x": 0x1001}, True),
+        ([X, OUT._replace(align=256)], {"x": 0x1000, "out": 0x1080}, False),
+        ([X, OUT._replace(align=256)], {"x": 0x1000, "out": 0x1100}, True),
+        ([Param("n", "i32", "", 0, 4, divisible_by=8)], {"n": 24}, True),
+        ([Param("n", "i32", "", 0, 4, divisible_by=8)], {"n": 28}, False),
+        ([Param("n", "i32", "", 0, 4, divisible_by=8)], {"n": 0}, True),
+        ([X, Param("n", "i32", "", 8, 4, divisible_by=8)], {"x": 0x1000, "n": 9}, False),
+        ([], {}, True),
+    ],
+    ids=range(12),
+)
+def test_declared_facts_hold_for_all_arguments_or_not_at_all(params, values, hold):
+    assert launch._facts_hold(params, values) is hold
+
+
+@pytest.mark.parametrize(("address", "n"), [(0x1000, 16), (0x1008, 16), (0x1000, 17), (0x1001, 1), (0, 0)])
+def test_the_generated_condition_agrees_with_the_slow_one(address, n):
+    params = [X, OUT._replace(align=32), Param("n", "i32", "", 16, 4, divisible_by=16)]
+    values = {"x": address, "out": 0x2000, "n": n}
+    condition = quick._fact_condition(params)
+    assert eval(condition, {}, {"_p_x": address, "_p_out": 0x2000, "n": n}) is launch._facts_hold(params, values)
+
+
+NAMES = {"n": 1000, "size": 8}
+
+
+@pytest.mark.parametrize(
+    ("grid", "dimensions"),
+    [
+        (None, (8, 1, 1)),
+        (5, (5, 1, 1)),
+        ((5,), (5, 1, 1)),
+        ([5, 6], (5, 6, 1)),
+        ((5, 6, 7), (5, 6, 7)),
+        (0, (0, 1, 1)),
+        (lambda meta: (meta["n"] // meta["size"],), (125, 1, 1)),
+        (lambda meta: meta["size"], (8, 1, 1)),
+        ((2**31 - 1, 65535, 65535), (2**31 - 1, 65535, 65535)),
+        (np.int64(5), (5, 1, 1)),
+        ((np.int32(5), 6), (5, 6, 1)),
+    ],
+    ids=range(11),
+)
+def test_a_grid_is_the_definitions_or_the_callers(grid, dimensions):
+    found = launch._grid("k", contract(grid=("cdiv(n, 128)",)), NAMES, grid)
+    assert found == dimensions
+    assert all(type(extent) is int for extent in found)
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        (),
+        (1, 2, 3, 4),
+        -1,
+        (4, -1),
+        1.5,
+        (1.5,),
+        "12",
+        "x",
+        {"x": 1},
+        object(),
+        lambda meta: None,
+        lambda meta: (None,),
+        2**32,
+        2**32 + 1,
+        (1, 2**32 + 1),
+    ],
+    ids=range(15),
+)
+def test_a_grid_that_is_none_is_refused(grid):
+    with pytest.raises(LaunchError) as caught:
+        launch._grid("k", contract(), NAMES, grid)
+    assert caught.value.facts["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("grid", "names"),
+    [("cdiv(n, size)", {"n": 8, "size": 0}), ("n", {"n": -3}), ("n", {"n": 2**33 + 1})],
+    ids=["division by zero", "negative", "beyond the driver's range"],
+)
+def test_a_definition_whose_grid_has_no_value_refuses_the_launch(grid, names):
+    with pytest.raises(LaunchError):
+        launch._grid("k", contract(grid=(grid,)), names, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "three"), [((5,), (5, 1, 1)), ((5, 6), (5, 6, 1)), ((5, 6, 7), (5, 6, 7)), ((True,), (1, 1, 1))]
+)
+def test_missing_dimensions_are_one(values, three):
+    assert launch._three(values) == three
+
+
+@pytest.mark.parametrize(
+    ("streams", "stream", "handle"),
+    [
+        ([7, 7], None, 7),
+        ([0], None, 0),
+        ([7, None], None, 7),
+        ([7, 9], 5, 5),
+        ([7], 0, 0),
+        ([7], SimpleNamespace(cuda_stream=3), 3),
+        ([7], SimpleNamespace(ptr=4), 4),
+        ([], None, 0),
+    ],
+)
+def test_the_stream_is_the_callers_or_the_one_of_the_arguments(streams, stream, handle):
+    passed = [Passed(0x1000, 0, found) for found in streams]
+    assert launch._stream("k", passed, stream) == handle
+
+
+@pytest.mark.parametrize(("streams", "stream"), [([7, 9], None), ([None], None), ([7], "default"), ([7], object()), ([7], 1.5)])
+def test_a_stream_that_cannot_be_told_is_asked_for(streams, stream):
+    with pytest.raises(LaunchError):
+        launch._stream("k", [Passed(0x1000, 0, found) for found in streams], stream)
+
+
+def test_arguments_on_different_devices_are_refused_with_their_devices():
+    with pytest.raises(LaunchError) as caught:
+        launch._common_device("k", [X, OUT], [Passed(0x1000, 0), Passed(0x2000, 1)])
+    assert set(caught.value.facts) == {"x", "out"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_wrong_number_of_arguments_is_refused_with_their_names(count):
+    with pytest.raises(LaunchError) as caught:
+        kernel(X, OUT).slow_road((0,) * count, None, None)
+    assert all(word in caught.value.message for word in ("x", "out", "2", str(count)))
+
+
+def test_scratch_is_no_argument():
+    with pytest.raises(LaunchError) as caught:
+        kernel(X, Param("scratch_0", "scratch", "", 8, 8)).slow_road((), None, None)
+    assert "scratch" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        [],
+        [X],
+        [X, OUT, Param("n", "i64", "", 16, 8, divisible_by=8), Param("f", "f32", "", 24, 4), Param("b", "bool", "", 28, 1)],
+        [Param("p", "struct", "", 0, 5)],
+    ],
+    ids=range(4),
+)
+def test_the_generated_launch_is_python(params):
+    compile(quick_source(contract(*params)), "<launch>", "exec")
+
+
+def generated(found: Contract, launched: list, slow: list):
+    """The generated launch function of a kernel without pointers, over a driver that only takes notes."""
+
+    def launch_kernel(function, *parameters):
+        launched.append((function, parameters[:7]))
+        return 0
+
+    namespace = {
+        "_current_device": lambda: 0,
+        "_current_stream": lambda device: 0,
+        "_functions": {0: "declared"},
+        "_generic": {0: "generic"},
+        "_slow": lambda args, stream, grid: slow.append(args),
+        "_take": [].pop,
+        "_give": lambda slot: None,
+        "_new": lambda: launch._Slot(found),
+        "_pack": packing(found).pack_into,
+        "_unfit": (struct.error, OverflowError),
+        "_launch": launch_kernel,
+        "_no_context": 201,
+        **FUNCTIONS,
+    }
+    exec(quick_source(found), namespace)
+    return namespace["launch"]
+
+
+N = Param("n", "i64", "", 0, 8, divisible_by=8)
+M = Param("m", "i32", "", 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((80, 8), ("declared", (10, 1, 1, 128, 1, 1, 64))),
+        ((81, 9), ("generic", (9, 1, 1, 128, 1, 1, 64))),
+        ((0, 8), None),
+        ((-8, 8), None),
+        ((8, 0), None),
+        ((2**32 + 8, 1), None),
+        ((80, 2**31), None),
+        ((80.0, 8), None),
+        ((True, 8), None),
+        ((80,), None),
+        ((80, 8, 1), None),
+        ((np.int64(80), 8), None),
+    ],
+    ids=range(12),
+)
+def test_the_generated_launch_takes_what_fits_and_leaves_the_rest_to_the_slow_road(args, expected):
+    launched, slow = [], []
+    generated(contract(N, M, grid=("n // m",), shared_bytes="size * 8"), launched, slow)(*args)
+    assert launched == ([expected] if expected else [])
+    assert slow == ([] if expected else [args])
+
+
+def test_a_kernel_shows_the_facts_of_its_manifest():
+    found = kernel(X)
+    assert (found.name, found.key, found.digest) == ("scale", "ab" * 32, "cd" * 32)
+    assert (str(found.target), found.resources, found.origin, found.seconds) == ("cuda:sm_90", {"registers": 12}, "built", 1.5)
+    assert found.generic is None
+    assert kernel(X, n_variants=2).generic.variant == "generic"
+
+
+def test_changing_the_shown_resources_changes_nothing():
+    found = kernel(X)
+    found.resources["registers"] = 0
+    assert found.resources == {"registers": 12}
+
+
+def test_a_memo_hit_says_so_and_leaves_the_first_kernel_alone():
+    first = kernel(X)
+    again = first.as_memo()
+    assert (again.origin, again.seconds, again.key) == ("memo", 0.0, first.key)
+    assert (first.origin, first.seconds) == ("built", 1.5)
+    assert again._launch.__self__ is again
+
+
+def test_a_kernel_that_is_not_loaded_refuses_to_launch():
+    found = kernel(X)
+    for call in (found, found[1], found[lambda meta: 1]):
+        with pytest.raises(KserveError) as caught:
+            call(None)
+        assert caught.value.code == "load-failed"
