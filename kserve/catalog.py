@@ -52,11 +52,16 @@ def find(name: str, settings: Settings) -> Found:
     raise UnknownKernel(f"no kernel is called {name!r}: {closest(name, known)}", hint="kserve kernels lists them all")
 
 
-def every_entry(settings: Settings) -> list[tuple[Path, KernelDef, Entry]]:
-    """All entries of all folders, by name."""
+def every_entry(settings: Settings, broken: list[InvalidDefinition] | None = None) -> list[tuple[Path, KernelDef, Entry]]:
+    """All entries of all folders, by name. Folders that cannot be read are left out; their errors are added to `broken`."""
     found = []
     for folder in kernel_folders([*settings.kernel_path, *built_in_roots(), *package_roots()]):
-        definition = definition_of(folder)
+        try:
+            definition = definition_of(folder)
+        except InvalidDefinition as error:
+            if broken is not None:
+                broken.append(error)
+            continue
         found += [(folder, definition, entry) for entry in definition.entries.values()]
     return sorted(found, key=lambda item: item[2].name)
 
@@ -122,7 +127,9 @@ def collect_files(folder: Path, definition: KernelDef) -> dict[str, bytes]:
             if not matches:
                 raise InvalidDefinition(f"{folder / FILE_NAME}: {pattern!r} matches no file in {base}")
             for path in matches:
-                files[prefix + path.relative_to(base).as_posix()] = _content(path, base)
+                name, content = prefix + path.relative_to(base).as_posix(), _content(path, base)
+                if files.setdefault(name, content) != content:
+                    raise InvalidDefinition(f"{folder / FILE_NAME}: {name} is both a file of the folder and a shared header")
     return dict(sorted(files.items()))
 
 

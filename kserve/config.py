@@ -235,6 +235,18 @@ def private_directory(path: Path) -> Path:
     return path
 
 
+def listens(path: Path) -> bool:
+    """Whether a process accepts connections on that unix socket."""
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
 def refuse_foreign(path: Path, found: os.stat_result, *, uid: int) -> None:
     """Raises ForeignPeer unless `path` belongs to `uid`, is a real directory and only its owner can write to it."""
     reason = ""

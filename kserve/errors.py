@@ -15,6 +15,7 @@ KserveError
 │   └── CorruptArtifact
 ├── ServiceError
 │   ├── DaemonUnreachable
+│   ├── DaemonEnding        asked while it goes down: the client asks the next one
 │   ├── ForeignPeer         a socket or directory that belongs to somebody else
 │   └── ProtocolMismatch
 ├── LoadError           the driver, or the contract, refused the bytes
@@ -121,6 +122,10 @@ class DaemonUnreachable(ServiceError):
     code = "daemon-unreachable"
 
 
+class DaemonEnding(ServiceError):
+    code = "daemon-ending"
+
+
 class ForeignPeer(ServiceError):
     code = "foreign-peer"
 
@@ -154,6 +159,7 @@ STATUS: dict[str, tuple[int, int]] = {
     "corrupt-artifact": (410, 5),
     "service-failed": (503, 6),
     "daemon-unreachable": (503, 6),
+    "daemon-ending": (503, 6),
     "foreign-peer": (403, 6),
     "protocol-mismatch": (426, 6),
     "load-failed": (500, 7),

@@ -42,10 +42,10 @@ def read_definition(content: bytes, *, origin: str) -> KernelDef:
     try:
         table = _Table(tomllib.loads(content.decode()), "")
         return _definition(table)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidDefinition(f"{origin}: not TOML: {error}") from None
     except (InvalidDefinition, UnsupportedTarget) as error:
         raise InvalidDefinition(f"{origin}: {error.message}", facts=error.facts, hint=error.hint) from None
+    except (ValueError, RecursionError) as error:  # of the TOML reader: syntax, encoding, endless numbers
+        raise InvalidDefinition(f"{origin}: not TOML: {error}") from None
 
 
 class _Table:

@@ -44,7 +44,13 @@ class Pending(NamedTuple):
 
 
 def kernel_request(
-    name: str, *, files: Mapping[str, str], spec: Mapping[str, object], target: str, environment: Mapping[str, Any]
+    name: str,
+    *,
+    files: Mapping[str, str],
+    spec: Mapping[str, object],
+    target: str,
+    environment: Mapping[str, Any],
+    build: bool = True,
 ) -> dict[str, Any]:
     """One wanted kernel.
 
@@ -52,6 +58,7 @@ def kernel_request(
         files:       relative name -> digest of the kernel.toml and every source; the bytes are sent only when asked for.
         spec:        axis -> value, as the caller gave them.
         environment: interpreter, PYTHONPATH and imported versions of the caller (`config.environment_of_process`).
+        build:       False makes a miss an error.
     """
     plain = {axis: value if isinstance(value, bool | int | str) else str(value) for axis, value in spec.items()}
     return {
@@ -60,6 +67,7 @@ def kernel_request(
         "spec": plain,
         "target": target,
         "environment": dict(environment),
+        "build": build,
     }
 
 
@@ -87,7 +95,7 @@ def read_result(plain: Mapping[str, Any]) -> list[Resolved] | Pending | KserveEr
 
 def check_protocol(theirs: object, *, version: str, ours: str) -> None:
     """Raises ProtocolMismatch, naming both versions, unless the other side speaks this protocol."""
-    if theirs != PROTOCOL:
+    if theirs is True or theirs != PROTOCOL:
         raise ProtocolMismatch(
             f"kserve {version} (protocol {theirs}) and kserve {ours} (protocol {PROTOCOL}) cannot talk to each other",
             hint="run the same release on both sides; `kserve down` ends the running daemon",

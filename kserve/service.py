@@ -17,7 +17,7 @@ from kserve.build.pool import Environment, Pool
 from kserve.build.staging import Staging
 from kserve.config import Settings
 from kserve.definition import KernelDef
-from kserve.errors import CorruptArtifact, InvalidDefinition, NotBuilt, ServiceError, StoreError, UnknownKernel, closest
+from kserve.errors import CorruptArtifact, DaemonEnding, InvalidDefinition, NotBuilt, StoreError, UnknownKernel, closest
 from kserve.kernel_toml import FILE_NAME, read_definition
 from kserve.key import digest_of
 from kserve.protocol import Pending, Resolved
@@ -28,16 +28,19 @@ from kserve.toolchain.base import Built
 
 logger = logging.getLogger("kserve")
 _MOST_DEFINITIONS = 1000
+# A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
+_PLANNING_S = 0.1
 
 
 class KernelRequest(NamedTuple):
-    """One wanted kernel, as a client sent it (`protocol.kernel_request`)."""
+    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error."""
 
     name: str
     files: dict[str, str]
     spec: dict[str, Any]
     target: str
     environment: Environment
+    build: bool = True
 
 
 class MissingSources(NamedTuple):
@@ -78,8 +81,18 @@ class KernelService:
         missing = [digest for digest in request.files.values() if self._get(f"source/{digest}") is None]
         if missing:
             return MissingSources(sorted(set(missing)))
-        plans = await self._plan(request)
+        planning = asyncio.create_task(self._plan(request))
+        planning.add_done_callback(lambda task: task.cancelled() or task.exception())
+        began = time.monotonic()
+        await asyncio.wait({planning}, timeout=max(wait_s, _PLANNING_S))
+        if not planning.done():  # a toolchain is being loaded: it goes on
+            return Pending("toolchain", time.monotonic() - began, self.pool.n_queued)
+        return await self._answer(request, planning.result(), client=client, wait_s=wait_s)
+
+    async def _answer(self, request: KernelRequest, plans: list[Plan], *, client: str, wait_s: float) -> Answer:
         owed = {plan.key: self.leases.collect(plan.key, client) for plan in plans}
+        for plan in plans:
+            self.leases.check(plan.key)
         found = [self._lookup(plan, client, owed[plan.key]) or self._lease(plan, request, client) for plan in plans]
         leases = [item for item in found if isinstance(item, Lease)]
         tasks = [lease.task for lease in leases if lease.task is not None]
@@ -131,10 +144,10 @@ class KernelService:
             self.counters["joined"] += 1
             return running
         if self._closing:
-            raise ServiceError(f"{plan.name} is not built: the daemon is going down", hint="call again")
-        if self.settings.no_build:
+            raise DaemonEnding(f"{plan.name} is not built: the daemon is going down", hint="call again")
+        if not request.build:
             raise NotBuilt(
-                f"{plan.name} for {plan.target} is not in the store and KSERVE_NO_BUILD is set",
+                f"{plan.name} for {plan.target} is not in the store and the caller forbids builds (KSERVE_NO_BUILD)",
                 facts={"key": plan.key, "spec": str(plan.spec)},
             )
         lease = self.leases.new(key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client)
@@ -142,7 +155,7 @@ class KernelService:
 
     async def _build(self, lease: Lease, plan: Plan, environment: Environment) -> Manifest:
         """Stage, compile, publish."""
-        files = {name: self._get(f"source/{digest}") or b"" for name, digest in plan.files.items()}
+        files = {name: self._source(name, digest) for name, digest in plan.files.items()}
         staging = Staging(self.store.root / "tmp", files)
         lease.log = staging.log
         try:
@@ -162,6 +175,12 @@ class KernelService:
             log = staging.log()
             lease.log = lambda: log
             staging.remove()
+
+    def _source(self, name: str, digest: str) -> bytes:
+        content = self._get(f"source/{digest}")
+        if content is None:
+            raise StoreError(f"source {name} has vanished from the store since it was uploaded", hint="call again")
+        return content
 
     def _publish(self, plan: Plan, built: Built, staging: Staging, *, seconds: float) -> Manifest:
         """Payload and attachments first, manifest last: a reader never sees half an entry."""
@@ -208,7 +227,10 @@ class KernelService:
         content = self._get(f"payload/{manifest.digest}")
         if content is None:
             logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
-            self.store.delete(f"manifest/{manifest.key}")
+            try:
+                self.store.delete(f"manifest/{manifest.key}")
+            except StoreError as error:
+                self._degrade(error)
             self._memory.delete(f"manifest/{manifest.key}")
         return content
 

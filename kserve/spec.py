@@ -57,7 +57,8 @@ SCALARS = {
 }
 
 RESERVED = frozenset({"name", "target", "facts", "sizes", "timeout_s", "debug", "stream", "grid", "args"})
-_FUNCTIONS = frozenset({"min", "max", "cdiv", "next_pow2"})  # an expression could no longer call them
+# What expressions and generated launch code call: a name like these would hide it.
+_FUNCTIONS = frozenset({"min", "max", "cdiv", "next_pow2", "int", "float", "bool", "bytes", "len"})
 AXIS_TYPES = ("dtype", "int", "bool", "enum", "string")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # A string reaches a compiler's command line or a C++ name: no white space, quotes or shell characters.

@@ -10,6 +10,8 @@ from kserve.errors import UnsupportedTarget
 _CUDA_ARCH = re.compile(r"sm_([1-9][0-9]{1,2})([af]?)")
 # The first compute capability that has a suffix: sm_90a, sm_100f.
 _OLDEST_WITH = {"": 0, "a": 90, "f": 100}
+# Integrated GPUs: CUDA keeps no binary compatibility between them and the discrete ones of the same major version.
+_TEGRA = frozenset({72, 87, 101, 110})
 _HIP_ARCH = re.compile(r"gfx[0-9a-f]{3,4}")
 
 # Shared memory one block may ask for, bytes, by compute capability: CUDA C++ Programming Guide, table "Technical
@@ -71,6 +73,8 @@ class Target(NamedTuple):
     def runs_on(self, capability: int) -> bool:
         """Whether a device of that compute capability runs this binary (CUDA's binary compatibility rules)."""
         if self.backend != "cuda":
+            return False
+        if (self.capability in _TEGRA) != (capability in _TEGRA):
             return False
         same_major = self.capability // 10 == capability // 10
         if self.suffix == "a":

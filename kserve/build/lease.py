@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kserve.artifact import Manifest
-from kserve.errors import BuildError, CompileFailed, KserveError, RequestError
+from kserve.errors import BuildError, CompileFailed, DaemonEnding, KserveError, RequestError
 
 _REMEMBERED = 2000
 
@@ -92,20 +92,18 @@ class Leases:
         return lease
 
     def start(self, lease: Lease, build: Callable[[Lease], Awaitable[Manifest]]) -> Lease:
-        """Begin the build of a key that `join` found nobody building.
-
-        Raises: the remembered error of a compile that failed a moment ago.
-        """
-        until, error = self._failed.get(lease.key, (0.0, None))
-        if error is not None:
-            if time.monotonic() < until:
-                raise error
-            del self._failed[lease.key]
+        """Begin the build of a key that `join` found nobody building."""
         self.running[lease.key] = lease
         lease.task = asyncio.create_task(self._run(lease, build))
         # A caller that gave up, or raised the other variant's error, never asks for this one's.
         lease.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return lease
+
+    def check(self, key: str) -> None:
+        """Raises the remembered error of a compile of that key that failed a moment ago."""
+        until, error = self._failed.get(key, (0.0, None))
+        if error is not None and time.monotonic() < until:
+            raise error
 
     def new(self, *, key: str, name: str, target: str, variant: str, starter: str) -> Lease:
         return Lease(next(self._numbers), key=key, name=name, target=target, variant=variant, starter=starter)
@@ -119,7 +117,10 @@ class Leases:
             self._finish(lease, error)
             raise
         except asyncio.CancelledError:
-            self._finish(lease, BuildError(f"build of {lease.name} was cancelled: the daemon is going down"))
+            self._finish(lease, DaemonEnding(f"build of {lease.name} was cancelled: the daemon is going down"))
+            raise
+        except BaseException as error:  # whatever it was, the key must not stay taken
+            self._finish(lease, BuildError(f"build of {lease.name} failed inside the daemon: {error!r}"))
             raise
         self._finish(lease, None)
         return manifest

@@ -6,6 +6,7 @@ The list of everything that enters a build key is the function `_components`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from kserve.artifact import DECLARED, GENERIC, Contract, Param
@@ -53,6 +54,9 @@ def plan_builds(
     full = definition.specialise(entry, spec)
     exact = definition.resolve_target(entry, target)
     sources = {name: digest for name, digest in files.items() if name != FILE_NAME}
+    folders = {str(parent) for name in sources for parent in PurePosixPath(name).parents}
+    if both := sorted(folders & set(sources)):
+        raise InvalidDefinition(f"{entry.name}: {both[0]} is a file and a folder of another file")
     plans = []
     for variant in (DECLARED, GENERIC) if entry.has_facts else (DECLARED,):
         arguments = tuple(_job_argument(argument, full, variant) for argument in entry.arguments)

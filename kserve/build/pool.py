@@ -31,10 +31,6 @@ class Environment(NamedTuple):
     loaded: tuple[tuple[str, str], ...] = ()
 
 
-class WorkerLost(BuildError):
-    """The worker ended under a job: no fault of the job's, so it is tried once more."""
-
-
 class Worker:
     """One worker process and the jobs it runs.
 
@@ -71,10 +67,10 @@ class Worker:
                     start_new_session=True,
                     limit=1 << 24,
                 )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             self.dead = True
             missing = ToolchainMissing(
-                f"interpreter {self.environment.python} cannot be run by the daemon: {error.strerror}",
+                f"interpreter {self.environment.python!r} cannot be run by the daemon: {error}",
                 hint="run the daemon where the client's interpreter exists, or mount the store read-only",
             )
             self.fingerprint.set_exception(missing)
@@ -83,8 +79,10 @@ class Worker:
 
     async def _read(self) -> None:
         assert self.process is not None and self.process.stdout is not None
-        async for line in self.process.stdout:
-            self._heard(json.loads(line))
+        # An interpreter that is none may print anything: what cannot be read ends it like a crash.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            async for line in self.process.stdout:
+                self._heard(json.loads(line))
         reaper.kill_session(self.process.pid)
         await self.process.wait()
         self._fail()
@@ -108,7 +106,7 @@ class Worker:
         self.dead = True
         text = (self.scratch / "stderr.txt").read_text(errors="replace").strip()
         facts = {"worker": "\n" + text[-4000:]} if text else {}
-        error = WorkerLost(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
+        error = BuildError(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
         if not self.fingerprint.done():
             self.fingerprint.set_exception(error)
         for future in self._jobs.values():
@@ -129,7 +127,7 @@ class Worker:
             self.n_jobs += 1
             return await future
         except (BrokenPipeError, ConnectionResetError):
-            raise WorkerLost(f"the {self.language} worker ended before it took the job", hint="call again") from None
+            raise BuildError(f"the {self.language} worker ended before it took the job", hint="call again") from None
         except asyncio.CancelledError:
             self._kill(number)
             raise
@@ -206,10 +204,8 @@ class Pool:
         try:
             on_start()
             async with asyncio.timeout(self._settings.build_timeout_s):
-                try:
-                    status = await self._run_once(job, environment, staging)
-                except WorkerLost:
-                    status = await self._run_once(job, environment, staging)
+                worker = await self.worker(job.language, environment)
+                status = await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
         except TimeoutError:
             raise BuildTimeout(
                 f"build of {job.function} for {job.target} passed its deadline of {self._settings.build_timeout_s:.0f} s",
@@ -227,10 +223,6 @@ class Pool:
             raise from_wire(answer["error"])
         built: dict[str, Any] = answer["built"]
         return built
-
-    async def _run_once(self, job: Job, environment: Environment, staging: Staging) -> int:
-        worker = await self.worker(job.language, environment)
-        return await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [

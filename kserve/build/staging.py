@@ -15,21 +15,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kserve.errors import StoreError
+
 LOG_NAME = "log.txt"
 _LONGEST_LOG = 256 << 10
 
 
 class Staging:
-    """A staging directory, 0700 and with a name nobody can guess."""
+    """A staging directory, 0700 and with a name nobody can guess.
+
+    Raises: StoreError when it cannot be made or filled.
+    """
 
     def __init__(self, parent: Path, files: Mapping[str, bytes]) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="job-", dir=parent))
-        for folder in ("src", "out", "scratch"):
-            (self.root / folder).mkdir(mode=0o700)
-        for name, content in files.items():
-            path = self.root / "src" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        self.root = parent
+        try:
+            self.root = Path(tempfile.mkdtemp(prefix="job-", dir=parent))
+            for folder in ("src", "out", "scratch"):
+                (self.root / folder).mkdir(mode=0o700)
+            for name, content in files.items():
+                path = self.root / "src" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+        except OSError as error:
+            if self.root != parent:
+                self.remove()
+            raise StoreError(f"a build cannot be staged in {parent}: {error}") from None
 
     def log(self) -> str:
         """What the compiler printed so far: the end of it when it is very long."""

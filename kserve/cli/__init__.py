@@ -17,7 +17,7 @@ from kserve.client.connection import Connection, log_path, start_daemon, wait_un
 from kserve.client.launch import Kernel
 from kserve.client.resolve import Wanted, resolve
 from kserve.config import load_settings, private_directory
-from kserve.errors import DaemonUnreachable, KserveError, RequestError, ServiceError, ToolchainMissing
+from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError, ToolchainMissing
 
 _DOWN_TIMEOUT_S = 10.0
 
@@ -70,6 +70,8 @@ def _command(commands: Any, name: str, run: Any, text: str, *, json_flag: bool =
 
 def _up(arguments: argparse.Namespace) -> int:
     idle_s = None if arguments.idle is None else arguments.idle or float("inf")
+    if idle_s is not None and not idle_s > 0:
+        raise RequestError(f"--idle cannot be {arguments.idle}", facts={"allowed": "seconds, or 0 for never"})
     settings = load_settings({"idle_s": idle_s})
     if arguments.detach:
         private_directory(settings.socket.parent)
@@ -144,14 +146,19 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     rows, plain = [], []
-    for folder, definition, entry in every_entry(load_settings()):
+    broken: list[InvalidDefinition] = []
+    for folder, definition, entry in every_entry(load_settings(), broken):
         axes = {axis.name: axis for axis in definition.axes.values()}
         shown = [name if axis.default is None else f"{name}={axis.default}" for name, axis in axes.items()]
         rows.append([entry.name, definition.language, " ".join(shown), entry.summary])
         allowed = {name: {"allowed": axis.allowed, "default": axis.default} for name, axis in axes.items()}
         row = {"name": entry.name, "language": definition.language, "summary": entry.summary, "axes": allowed}
         plain.append({**row, "folder": str(folder)})
-    return _report(arguments, {"kernels": plain}, table(["NAME", "LANGUAGE", "AXES", "SUMMARY"], rows))
+    for error in broken:
+        print(f"kserve: {error}", file=sys.stderr)
+    listed = {"kernels": plain, "broken": [error.to_wire() for error in broken]}
+    _report(arguments, listed, table(["NAME", "LANGUAGE", "AXES", "SUMMARY"], rows))
+    return broken[0].exit_status if broken else 0
 
 
 def _build(arguments: argparse.Namespace) -> int:

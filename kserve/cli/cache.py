@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from kserve import protocol
 from kserve.cli.show import fields, say, table
@@ -26,7 +27,7 @@ def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    path = f"{protocol.ARTIFACTS}?name={arguments.name}&target={arguments.target}"
+    path = f"{protocol.ARTIFACTS}?{urlencode({'name': arguments.name, 'target': arguments.target})}"
     found = Connection(load_settings()).call("GET", path, start=True)
     if arguments.json:
         say(json.dumps(found, indent=2))
@@ -40,7 +41,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    found = Connection(load_settings()).call("GET", f"{protocol.ARTIFACTS}/{arguments.key}", start=True)
+    found = Connection(load_settings()).call("GET", f"{protocol.ARTIFACTS}/{quote(arguments.key, safe='')}", start=True)
     manifest, attachments = found["manifest"], found["attachments"]
     for kind in ("log", "ptx"):
         if getattr(arguments, kind):

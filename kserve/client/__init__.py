@@ -66,6 +66,8 @@ def get_kernels(
 def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeout_s: float | None) -> list[Kernel]:
     from kserve.client.resolve import Wanted, resolve
 
+    if not wanted:
+        return []
     if target is None:
         try:
             found = driver()

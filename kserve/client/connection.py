@@ -22,8 +22,8 @@ from typing import Any
 
 import kserve
 from kserve import protocol
-from kserve.config import Settings, daemon_environment, private_directory, python_command, refuse_foreign
-from kserve.errors import DaemonUnreachable, ForeignPeer, ServiceError, from_wire
+from kserve.config import Settings, daemon_environment, listens, private_directory, python_command, refuse_foreign
+from kserve.errors import DaemonEnding, DaemonUnreachable, ForeignPeer, ProtocolMismatch, ServiceError, from_wire
 
 # A living daemon answers in under 10 ms, also beside four compilers; one that does not within this is hung.
 _HEALTH_TIMEOUT_S = 2.0
@@ -74,7 +74,8 @@ class Connection:
             wait_s: how long the daemon was allowed to hold the answer back.
             start:  start a daemon when there is none.
         Raises:
-            DaemonUnreachable, ForeignPeer, ProtocolMismatch, and every error the daemon answers.
+            DaemonUnreachable, ForeignPeer, ProtocolMismatch; DaemonEnding when it went away during the request, which may
+            then be asked again; and every error the daemon answers.
         """
         content = self.call_raw(method, path, body, wait_s=wait_s, start=start)
         return json.loads(content)
@@ -98,7 +99,7 @@ class Connection:
                 self.close()
                 # A kept connection to a daemon that has ended since is no news: every request may be repeated.
                 if last or fresh:
-                    raise self._unreachable(f"broke off during {method} {path}: {error}") from None
+                    raise DaemonEnding(f"the kserve daemon broke off during {method} {path}: {error}") from None
                 continue
             if answer.status >= 400:
                 raise _error_of(answer.status, content)
@@ -120,8 +121,12 @@ class Connection:
     def _open(self) -> _UnixConnection:
         """Connect, check who is there, and that it lives and speaks our protocol."""
         path = self._settings.socket
-        with contextlib.suppress(FileNotFoundError):
+        try:
             refuse_foreign(path.parent, path.parent.lstat(), uid=os.getuid())
+        except FileNotFoundError:
+            pass  # connecting says the same
+        except PermissionError:
+            raise ForeignPeer(f"directory {path.parent} is refused: this user (uid {os.getuid()}) cannot enter it") from None
         connection = _UnixConnection(path, frozenset({os.getuid(), *self._settings.trusted_uids}))
         try:
             connection.connect()
@@ -135,8 +140,12 @@ class Connection:
             raise
         except (OSError, ValueError, http.client.HTTPException) as error:
             connection.close()
-            raise self._unreachable(f"broke off: {error}") from None
-        protocol.check_protocol(health.get("protocol"), version=str(health.get("version")), ours=kserve.__version__)
+            raise DaemonEnding(f"the kserve daemon broke off: {error}") from None
+        try:
+            protocol.check_protocol(health.get("protocol"), version=str(health.get("version")), ours=kserve.__version__)
+        except ProtocolMismatch:
+            connection.close()
+            raise
         return connection
 
     def _start(self) -> None:
@@ -146,7 +155,7 @@ class Connection:
         for directory in (folder.parent.parent, folder.parent, folder):
             private_directory(directory)
         with _held(folder / "start.lock"):
-            if _listens(settings.socket):
+            if listens(settings.socket):
                 return
             idle_s = settings.idle_s if settings.autostart else _EMBEDDED_IDLE_S
             child = start_daemon(settings, idle_s=idle_s)
@@ -198,7 +207,7 @@ def wait_until_up(settings: Settings, child: subprocess.Popen[bytes]) -> None:
     Raises: DaemonUnreachable with the end of its log when it ends first, or takes too long.
     """
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while not _listens(settings.socket):
+    while not listens(settings.socket):
         ended = child.poll() is not None
         if ended or time.monotonic() > deadline:
             text = log_path(settings).read_text(errors="replace").strip()[-2000:]
@@ -207,15 +216,6 @@ def wait_until_up(settings: Settings, child: subprocess.Popen[bytes]) -> None:
                 facts={"why": text.replace("\n", "\n             ") or f"no answer in {_START_TIMEOUT_S:.0f} s"},
             )
         time.sleep(0.005)
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        return True
 
 
 @contextlib.contextmanager

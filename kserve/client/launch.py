@@ -17,7 +17,7 @@ from typing import Any
 from kserve.artifact import Artifact, Contract, Manifest, Param
 from kserve.client import arguments
 from kserve.client.loader import NO_CONTEXT, Library, driver
-from kserve.client.quick import MOST_BLOCKS, quick_source
+from kserve.client.quick import MOST_BLOCKS, MOST_THREADS, quick_source
 from kserve.errors import InvalidDefinition, LaunchError, LoadError
 from kserve.expression import FUNCTIONS, Expression
 from kserve.spec import DTYPES, SCALARS
@@ -141,8 +141,13 @@ class Kernel:
         dimensions = _grid(self.name, contract, names, grid)
         if 0 in dimensions:
             return
-        block = _three(Expression(text).evaluate(names) for text in contract.block)
-        shared = Expression(contract.shared_bytes).evaluate(names)
+        try:
+            block = _three(Expression(text).evaluate(names) for text in contract.block)
+            shared = Expression(contract.shared_bytes).evaluate(names)
+        except InvalidDefinition as error:
+            raise LaunchError(f"{self.name}: {error.message}") from None
+        if min(block) < 1 or max(block) > MOST_THREADS or not 0 <= shared < 1 << 31:
+            raise LaunchError(f"{self.name}: block {block} with {shared} bytes of shared memory cannot be launched")
         slot = _Slot(contract)
         layout = packing(contract)
         try:

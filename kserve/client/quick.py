@@ -5,8 +5,11 @@ from __future__ import annotations
 from kserve.artifact import Contract, Param
 from kserve.expression import Expression
 
-# Blocks of a grid along x, y and z: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": threads of a block along one axis, blocks of a
+# grid along x, y and z.
+MOST_THREADS = 1024
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
+_MOST_SHARED = 2**31 - 1
 # What a term of the generated condition raises on an argument of another kind.
 _NOT_QUICK = "(AttributeError, ValueError, TypeError, KeyError, ZeroDivisionError)"
 
@@ -20,17 +23,14 @@ def quick_source(contract: Contract) -> str:
     names = [param.name for param in params]
     pointers = [param.name for param in params if param.kind == "pointer"]
     packed = [f"_p_{param.name}" if param.kind == "pointer" else param.name for param in params]
-    texts = (*contract.grid, *contract.block, contract.shared_bytes)
-    used = set().union(*(Expression(text).names for text in texts))
-    constants = "; ".join(f"{name} = {value!r}" for name, value in sorted(contract.constants.items()) if name in used)
-    grid = [*(Expression(text).python for text in contract.grid), "1", "1"][:3]
-    extents = [
-        f"0 < {name} <= {most}" for name, most, text in zip(("_x", "_y", "_z"), MOST_BLOCKS, grid, strict=True) if text != "1"
-    ]
-    block = ", ".join([*(Expression(text).python for text in contract.block), "1", "1"][:3])
     guards = [guard for param in params for guard in _guards(param, first=pointers[0] if pointers else "")]
+    sizes = _sizes(contract)
+    # A size that is fixed stands in the call; the others are computed, and bounded before ctypes would cut them to 32 bits.
+    computed = {name: text for name, (text, _, _) in sizes.items() if not text.isdecimal()}
+    within = [f"{sizes[name][1]} <= {name} <= {sizes[name][2]}" for name in computed]
+    x, y, z, bx, by, bz, shared = (name if name in computed else text for name, (text, _, _) in sizes.items())
     lines = [
-        f"def launch({', '.join(['*args', 'stream=None', 'grid=None'])}):",
+        "def launch(*args, stream=None, grid=None):",
         "    if stream is not None or grid is not None: return _slow(args, stream, grid)",
         "    try:",
         f"        ({''.join(name + ', ' for name in names)}) = args",
@@ -40,21 +40,41 @@ def quick_source(contract: Contract) -> str:
         *(f"        _p_{name} = {name}.data_ptr()" for name in pointers),
         f"        _table = _functions if {_fact_condition(params)} else _generic",
         "        _function = _table[_device]",
-        f"        {constants}" if constants else "        pass",
-        f"        _x = {grid[0]}; _y = {grid[1]}; _z = {grid[2]}",
-        f"        _shared = {Expression(contract.shared_bytes).python}",
-        f"        if not ({' and '.join(extents) or 'True'}): return _slow(args, stream, grid)",
+        *(f"        {name} = {text}" for name, text in {**_constants(contract), **computed}.items()),
+        f"        if not ({' and '.join(within) or 'True'}): return _slow(args, stream, grid)",
         f"    except {_NOT_QUICK}: return _slow(args, stream, grid)",
         "    try: _slot = _take()",
         "    except IndexError: _slot = _new()",
         f"    try: _pack(_slot.buffer, 0, {', '.join(packed)})",
         "    except _unfit: return _slow(args, stream, grid)",
-        f"    _status = _launch(_function, _x, _y, _z, {block}, _shared, _current_stream(_device), _slot.params, None)",
+        "    _stream = _current_stream(_device)",
+        f"    _status = _launch(_function, {x}, {y}, {z}, {bx}, {by}, {bz}, {shared}, _stream, _slot.params, None)",
         "    _give(_slot)",
         "    if _status == _no_context: return _slow(args, stream, grid)",
-        f"    if _status: _failed(_status, grid=(_x, _y, _z), block=({block}), shared=_shared)",
+        f"    if _status: _failed(_status, grid=({x}, {y}, {z}), block=({bx}, {by}, {bz}), shared={shared})",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _sizes(contract: Contract) -> dict[str, tuple[str, int, int]]:
+    """The seven numbers of a launch by name: printed expression, least, most. An empty grid is the slow road's business."""
+    texts = [*[*contract.grid, "1", "1"][:3], *[*contract.block, "1", "1"][:3], contract.shared_bytes]
+    names = ("_x", "_y", "_z", "_bx", "_by", "_bz", "_shared")
+    bounds = [*((1, most) for most in MOST_BLOCKS), *[(1, MOST_THREADS)] * 3, (0, _MOST_SHARED)]
+    return {name: (_printed(text, contract), *bound) for name, text, bound in zip(names, texts, bounds, strict=True)}
+
+
+def _printed(text: str, contract: Contract) -> str:
+    expression = Expression(text)
+    fixed = expression.names <= set(contract.constants)
+    return str(expression.evaluate(contract.constants)) if fixed else expression.python
+
+
+def _constants(contract: Contract) -> dict[str, str]:
+    """The constants that the expressions read."""
+    texts = (*contract.grid, *contract.block, contract.shared_bytes)
+    used = set().union(*(Expression(text).names for text in texts))
+    return {name: repr(value) for name, value in sorted(contract.constants.items()) if name in used}
 
 
 def _guards(param: Param, *, first: str) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import kserve
@@ -14,8 +15,8 @@ from kserve.artifact import Artifact
 from kserve.client.connection import Connection
 from kserve.client.launch import Kernel
 from kserve.client.loader import driver
-from kserve.config import Settings, environment_of_process, load_settings
-from kserve.errors import BuildTimeout, CorruptArtifact, KserveError, LoadError, StoreError
+from kserve.config import Settings, environment_of_process, listens, load_settings
+from kserve.errors import BuildTimeout, CorruptArtifact, DaemonEnding, KserveError, LoadError, StoreError
 from kserve.key import digest_of
 from kserve.protocol import Pending, Resolved
 from kserve.store.files import FileStore
@@ -23,6 +24,8 @@ from kserve.target import parse_target
 
 # After this long a wait is worth a line, and the daemon is asked again.
 _PATIENCE_S = 2.0
+_ATTEMPTS = 4
+_ENDING_S = 1.0
 _WORST_ORIGIN = ("built", "joined", "remote", "disk", "memo")
 
 
@@ -35,18 +38,33 @@ class Wanted(NamedTuple):
 
 
 class _Session:
-    """What a process keeps between calls: its settings, its connection, its name to the daemon."""
+    """What a process keeps between calls: its settings, its idle connections, its name to the daemon."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.settings: Settings = load_settings()
         self.client = os.urandom(8).hex()
-        self.connection = Connection(self.settings)
         self.store = FileStore(self.settings.store, writable=False)
+        self._idle: list[Connection] = []
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """A connection for one thread's use; threads that wait for builds do not wait for each other."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = Connection(self.settings)
+        try:
+            yield connection
+        finally:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
 
 
 _session: _Session | None = None
-_lock = threading.Lock()
 
 
 def session() -> _Session:
@@ -61,7 +79,7 @@ def disconnect() -> None:
     """End the session: the next one reads the settings again."""
     global _session  # noqa: PLW0603 - one session a process
     if _session is not None:
-        _session.connection.close()
+        _session.close()
     _session = None
 
 
@@ -69,25 +87,45 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     """Resolve and load kernels in one round trip.
 
     Args:
-        load: False leaves the driver alone, for builds ahead of time.
+        timeout_s: None for the settings' own.
+        load:      False leaves the driver alone, for builds ahead of time.
     Raises: the first error of any of them, and BuildTimeout when builds outlast the deadline (they go on).
     """
+    if not wanted:
+        return []
     began = time.monotonic()
-    with _lock:
-        here = session()
-        deadline = began + (timeout_s or here.settings.client_timeout_s)
-        answers = _ask(here, wanted, deadline)
-        kernels = []
-        for wish, variants in zip(wanted, answers, strict=True):
-            artifacts = [_artifact(here, variant) for variant in variants]
-            origin = min((variant.origin for variant in variants), key=_WORST_ORIGIN.index)
-            device = _device_for(artifacts[0]) if load else None
-            kernels.append(Kernel(artifacts, origin=origin, seconds=time.monotonic() - began, device=device))
-            del wish
+    here = session()
+    deadline = began + (here.settings.client_timeout_s if timeout_s is None else timeout_s)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            with here.connection() as connection:
+                answers = _ask(here, connection, wanted, deadline)
+                loaded = [[_artifact(here, connection, variant) for variant in variants] for variants in answers]
+            break
+        except CorruptArtifact:  # damaged since the daemon looked: it is put aside and built again
+            if attempt == _ATTEMPTS:
+                raise
+        except DaemonEnding:  # the next daemon serves what this one was asked for
+            if attempt == _ATTEMPTS or time.monotonic() > deadline:
+                raise
+            connection.close()
+            _wait_for_the_end(here.settings)
+    kernels = []
+    for variants, artifacts in zip(answers, loaded, strict=True):
+        origin = min((variant.origin for variant in variants), key=_WORST_ORIGIN.index)
+        device = _device_for(artifacts[0]) if load else None
+        kernels.append(Kernel(artifacts, origin=origin, seconds=time.monotonic() - began, device=device))
     return kernels
 
 
-def _ask(here: _Session, wanted: list[Wanted], deadline: float) -> list[list[Resolved]]:
+def _wait_for_the_end(settings: Settings) -> None:
+    """Until the daemon that is going down listens no more, or was replaced."""
+    until = time.monotonic() + _ENDING_S
+    while listens(settings.socket) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline: float) -> list[list[Resolved]]:
     """One request, repeated while sources are missing or builds are running."""
     found = [catalog.find(wish.name, here.settings) for wish in wanted]
     for wish, item in zip(wanted, found, strict=True):  # the client's own check, for the message
@@ -95,7 +133,14 @@ def _ask(here: _Session, wanted: list[Wanted], deadline: float) -> list[list[Res
         item.definition.specialise(item.entry, wish.spec)
     environment = environment_of_process()
     requests = [
-        protocol.kernel_request(wish.name, files=item.digests, spec=wish.spec, target=wish.target, environment=environment)
+        protocol.kernel_request(
+            wish.name,
+            files=item.digests,
+            spec=wish.spec,
+            target=wish.target,
+            environment=environment,
+            build=not here.settings.no_build,
+        )
         for wish, item in zip(wanted, found, strict=True)
     ]
     contents = {digest_of(content): content for item in found for content in item.files.values()}
@@ -103,10 +148,10 @@ def _ask(here: _Session, wanted: list[Wanted], deadline: float) -> list[list[Res
     while True:
         wait_s = max(0.0, min(_PATIENCE_S, deadline - time.monotonic()))
         body = protocol.resolve_request(requests, client=here.client, version=kserve.__version__, wait_s=wait_s)
-        plain = here.connection.call("POST", protocol.RESOLVE, body, wait_s=wait_s, start=True)["results"]
+        plain = connection.call("POST", protocol.RESOLVE, body, wait_s=wait_s, start=True)["results"]
         missing = {digest for result in plain for digest in result.get("missing", ())}
         for digest in missing:
-            here.connection.call("POST", protocol.SOURCES, contents[digest])
+            connection.call("POST", protocol.SOURCES, contents[digest])
         if missing:
             continue
         results = [protocol.read_result(result) for result in plain]
@@ -134,7 +179,7 @@ def _wait_on(pending: list[tuple[Wanted, Pending]], *, began: float, deadline: f
     )
 
 
-def _artifact(here: _Session, variant: Resolved) -> Artifact:
+def _artifact(here: _Session, connection: Connection, variant: Resolved) -> Artifact:
     """The variant's bytes: from the store's files where this process can read them, else from the daemon. Verified."""
     manifest = variant.manifest
     try:
@@ -142,7 +187,7 @@ def _artifact(here: _Session, variant: Resolved) -> Artifact:
     except StoreError:
         content = None
     if content is None:
-        content = here.connection.call_raw("GET", f"{protocol.ARTIFACTS}/{manifest.key}/payload")
+        content = connection.call_raw("GET", f"{protocol.ARTIFACTS}/{manifest.key}/payload")
     if digest_of(content) != manifest.digest:
         raise CorruptArtifact(f"payload of {manifest.name} arrived with another digest", facts={"key": manifest.key})
     return Artifact(manifest, content)

@@ -30,6 +30,7 @@ def create_app(service: KernelService, *, stop: Callable[[], None]) -> FastAPI:
     app.state.stop = stop
     app.state.started_at = time.time()
     app.state.last_request = time.monotonic()
+    app.state.n_open = 0
     app.include_router(router)
     app.add_exception_handler(KserveError, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
@@ -41,16 +42,22 @@ def create_app(service: KernelService, *, stop: Callable[[], None]) -> FastAPI:
 
 
 class _LastRequest:
-    """Notes when the last request came and went, for the idle end."""
+    """Counts the requests under way and notes when the last one went, for the idle end."""
 
     def __init__(self, app: ASGIApp, state: State) -> None:
         self._app = app
         self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state.last_request = time.monotonic()
-        await self._app(scope, receive, send)
-        self._state.last_request = time.monotonic()
+        if scope["type"] != "http":  # the lifespan of the server is one long call
+            await self._app(scope, receive, send)
+            return
+        self._state.n_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.n_open -= 1
+            self._state.last_request = time.monotonic()
 
 
 def _answer(error: KserveError, status: int | None = None) -> JSONResponse:

@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kserve.config import Settings, private_directory
+from kserve.config import Settings, listens, private_directory
 from kserve.errors import ServiceError, StoreError
 from kserve.server.app import create_app
 from kserve.service import KernelService
@@ -30,6 +30,7 @@ from kserve.store.files import FileStore
 logger = logging.getLogger("kserve")
 _BACKLOG = 1024
 _GRACE_S = 2
+_ENDING_S = 6.0  # longer than a daemon takes to go down
 _PEER_FORMAT = "3i"  # struct ucred: pid, uid, gid
 
 
@@ -60,7 +61,7 @@ def run(settings: Settings) -> None:
     """
     _set_up_log(settings.log)
     store = FileStore(settings.store, writable=True)
-    with _store_lock(settings.store):
+    with _store_lock(settings.store, settings.socket):
         _sweep(store)
         listener = _listen(settings.socket)
         try:
@@ -116,7 +117,7 @@ async def _watch(app: Any, service: KernelService, stop: Callable[[], None]) -> 
     idle_s = service.settings.idle_s
     while True:
         await asyncio.sleep(min(1.0, idle_s / 4))
-        busy = service.leases.running or service.pool.n_queued
+        busy = service.leases.running or app.state.n_open
         if not busy and time.monotonic() - app.state.last_request > idle_s:
             logger.info("idle seconds=%.0f", idle_s)
             stop()
@@ -140,26 +141,38 @@ def _listen(path: Path) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _store_lock(root: Path) -> Iterator[None]:
-    """Hold the store's lock; the kernel frees it however this process ends."""
+def _store_lock(root: Path, path: Path) -> Iterator[None]:
+    """Hold the store's lock; the kernel frees it however this process ends.
+
+    Raises: ServiceError when another daemon holds it and serves the socket at `path`, or does not end.
+    """
     try:
         file: IO[str] = (root / "lock").open("a+")
     except OSError as error:
         raise StoreError(f"{root / 'lock'} cannot be opened: {error.strerror}") from None
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            raise ServiceError(
-                f"store {root} already has a daemon (pid {holder})", hint="kserve status shows it, kserve down ends it"
-            ) from None
+        until = time.monotonic() + _ENDING_S
+        while not _locked(file):
+            if listens(path) or time.monotonic() > until:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise ServiceError(
+                    f"store {root} already has a daemon (pid {holder})", hint="kserve status shows it, kserve down ends it"
+                )
+            time.sleep(0.01)  # its holder answers nobody: it is on its way out
         file.seek(0)
         file.truncate()
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sweep(store: FileStore) -> None:

@@ -37,12 +37,13 @@ class KernelModel(_Model):
     spec: dict[Text, bool | int | Text] = Field(default={}, max_length=100)
     target: Text
     environment: EnvironmentModel
+    build: bool = True
 
     def to_request(self) -> KernelRequest:
         environment = Environment(
             self.environment.python, tuple(self.environment.python_path), tuple(sorted(self.environment.loaded.items()))
         )
-        return KernelRequest(self.name, dict(self.files), dict(self.spec), self.target, environment)
+        return KernelRequest(self.name, dict(self.files), dict(self.spec), self.target, environment, self.build)
 
 
 class ResolveModel(_Model):

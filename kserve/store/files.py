@@ -65,7 +65,9 @@ class FileStore:
         check_content(name, content)
         temporary = self.root / "tmp" / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            if not path.parent.is_dir():
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                _sync_directory(path.parent.parent)
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kserve as package
+from kserve.config import load_settings
 from kserve.errors import STATUS
+from tests.support.daemon import answers
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda
-from tests.support.processes import daemon_pid, kserve
+from tests.support.processes import REPOSITORY, daemon_pid, kserve, wait_for
+from tests.support.slow_kernel import write_slow
 
 pytestmark = pytest.mark.toolchain
 FIELDS = {"key": str, "digest": str, "target": str, "origin": str, "size_bytes": int, "seconds": float, "resources": dict}
@@ -137,9 +142,15 @@ def test_wrong_use(own_place: Path, arguments: list[str]):
 
 @pytest.mark.parametrize("idle", ["-1", "nan"])
 def test_an_idle_time_that_is_none_is_refused(own_place: Path, idle: str):
-    done = kserve("up", f"--idle={idle}")
-    assert done.returncode == 2
-    assert "idle" in done.stderr
+    command = [sys.executable, "-m", "kserve", "up", f"--idle={idle}"]
+    started = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: started.poll() is not None or answers(load_settings()), what="an end or an answer")
+    finally:
+        started.terminate()
+        errors = started.communicate(timeout=20)[1]
+    assert started.returncode == 2, errors
+    assert "idle" in errors
 
 
 def test_a_setting_that_cannot_be_read(own_place: Path):
@@ -149,19 +160,19 @@ def test_a_setting_that_cannot_be_read(own_place: Path):
 
 
 def test_a_build_that_outlasts_its_deadline(kernels: Path):
-    from tests.support.slow_kernel import write_slow
-
     write_slow(kernels / "slow")
     error = parsed("build", "slow", "--target", "sm_90", "--timeout", "0.2", status=STATUS["build-timeout"][1])["error"]
     assert error["code"] == "build-timeout"
     assert error["hint"]
 
 
-def test_an_undeclared_definition_error_names_the_file(kernels: Path):
+def test_a_folder_that_cannot_be_read_is_named(kernels: Path):
     write_cuda(kernels / "scale", toml=CUDA_TOML.replace("schema = 1", "schema = 2"))
-    done = kserve("kernels")
-    assert done.returncode == STATUS["invalid-definition"][1]
-    assert str(kernels / "scale" / "kernel.toml") in done.stderr
+    listed = kserve("kernels")
+    assert str(kernels / "scale" / "kernel.toml") in listed.stdout + listed.stderr
+    built = kserve("build", "scale", "--target", "sm_90")
+    assert built.returncode == STATUS["invalid-definition"][1]
+    assert str(kernels / "scale" / "kernel.toml") in built.stderr
 
 
 def test_version(own_place: Path):

@@ -127,6 +127,7 @@ def test_resolve_names_what_it_lacks_then_builds_then_hits(served: Daemon, conne
 @pytest.mark.toolchain
 def test_a_build_is_pending_then_joined(served: Daemon, connection: Connection):
     """Who waits learns which build it is; the build can be watched."""
+    ask(connection, served.settings, "scale")  # the toolchain is loaded
     first = ask(connection, served.settings, "slow", tag=1, wait_s=0.2, client="a")["pending"]
     second = ask(connection, served.settings, "slow", tag=1, wait_s=0.0, client="b")["pending"]
     assert first["build"] == second["build"]
@@ -296,7 +297,11 @@ REFUSED: dict[str, tuple[dict[str, Any], bytes, str]] = {
     "a deep definition": ({}, b"a = " + b"[" * 5000 + b"]" * 5000, "invalid-definition"),
     "a number of 5000 digits": ({}, b"a = " + b"9" * 5000, "invalid-definition"),
     "a field that is none": ({}, toml("schema = 1", "schema = 1\nextra = 1"), "invalid-definition"),
-    "an endless text": ({}, toml("[target]", "[derived]\nlong = \"'a' * 99999999999999999999\"\n[target]"), "invalid-spec"),
+    "an endless text": (
+        {},
+        toml("[target]", "[derived]\nlong = \"'a' * 99999999999999999999\"\n[target]"),
+        "invalid-definition",
+    ),
     "a derived axis without a value": (
         {},
         toml("[target]", '[derived]\nzero = "size // (size - 8)"\n[target]'),

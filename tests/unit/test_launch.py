@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from kserve.artifact import Artifact, Contract, Manifest, Param
-from kserve.client import arguments, launch
+from kserve.client import arguments, launch, quick
 from kserve.client.arguments import Passed
 from kserve.client.launch import Kernel, packing
-from kserve.client import quick
 from kserve.client.quick import quick_source
 from kserve.errors import KserveError, LaunchError
 from kserve.expression import FUNCTIONS

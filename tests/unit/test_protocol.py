@@ -67,6 +67,7 @@ def test_a_request_carries_what_it_was_made_of():
                 "spec": {"n": 1},
                 "target": "sm_90",
                 "environment": {"python": "/p"},
+                "build": True,
             }
         ],
     }
