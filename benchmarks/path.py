@@ -182,7 +182,7 @@ def arm_launch(rounds: str) -> dict[str, Any]:
     cupy_args = (*arrays, numpy.int64(SMALL_ROWS), numpy.float32(1e-5))
     contract, slot = fwd.manifest.contract, _Slot(fwd.manifest.contract)
     packing(contract).pack_into(slot.buffer, 0, *(t.data_ptr() for t in real[:-1]), real[-1])
-    function, launch = fwd._libraries[0].functions[0], driver().launch
+    function, launch = fwd._roads.libraries[0].functions[0], driver().launch
     grid, threads = -(-real[-1] // contract.constants["BLOCK"]), int(contract.block[0])
     one, other = torch.zeros(SMALL_ROWS, HIDDEN, device="cuda"), torch.zeros(SMALL_ROWS, HIDDEN, device="cuda")
     arms = {

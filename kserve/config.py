@@ -158,7 +158,14 @@ def _read(source: str, text: str, *, reader: Callable[[str], Any], allowed: str)
 def _config_files(environ: Mapping[str, str]) -> list[Path]:
     home = environ.get("XDG_CONFIG_HOME") or (environ["HOME"] + "/.config" if environ.get("HOME") else "")
     candidates = [Path("/etc/kserve/config.toml"), *([Path(home) / "kserve/config.toml"] if home else [])]
-    return [path for path in candidates if path.is_file()]
+    return [path for path in candidates if _is_file(path)]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except PermissionError:  # a home of somebody else's
+        return False
 
 
 def _from_file(path: Path) -> dict[str, Any]:
@@ -201,11 +208,14 @@ def _default_store(environ: Mapping[str, str]) -> Path:
 
 def _makeable(path: Path) -> bool:
     """Whether the directory is there and writable, or its nearest existing parent is."""
-    while not path.exists():
-        if path == path.parent:
-            return False
-        path = path.parent
-    return path.is_dir() and os.access(path, os.W_OK)
+    try:
+        while not path.exists():
+            if path == path.parent:
+                return False
+            path = path.parent
+        return path.is_dir() and os.access(path, os.W_OK)
+    except PermissionError:  # a parent that may not be entered
+        return False
 
 
 def usable_cores() -> int:

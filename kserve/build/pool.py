@@ -51,9 +51,10 @@ class Worker:
         self._jobs: dict[int, asyncio.Future[int]] = {}
         self._pids: dict[int, int] = {}
         self._numbers = itertools.count(1)
-        self._reading: asyncio.Task[None] | None = None
+        self._attending: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def start(self, *, on_end: Callable[[int], None]) -> None:
+        """Start the process; `on_end` is called with its session when nothing of it is left."""
         command = python_command(self.environment.python, "kserve.build.worker", self.language)
         try:
             with (self.scratch / "stderr.txt").open("wb") as errors:
@@ -75,7 +76,17 @@ class Worker:
             )
             self.fingerprint.set_exception(missing)
             return
-        self._reading = asyncio.create_task(self._read())
+        self._attending = asyncio.create_task(self._attend(on_end))
+
+    async def _attend(self, on_end: Callable[[int], None]) -> None:
+        """Hear the worker until it ends or talks nonsense, then end everything it started."""
+        assert self.process is not None
+        watched = {asyncio.create_task(self._read()), asyncio.create_task(self.process.wait())}
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        reaper.kill_session(self.process.pid)
+        await asyncio.gather(*watched, return_exceptions=True)
+        self._fail()
+        on_end(self.process.pid)
 
     async def _read(self) -> None:
         assert self.process is not None and self.process.stdout is not None
@@ -83,9 +94,6 @@ class Worker:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             async for line in self.process.stdout:
                 self._heard(json.loads(line))
-        reaper.kill_session(self.process.pid)
-        await self.process.wait()
-        self._fail()
 
     def _heard(self, event: dict[str, Any]) -> None:
         match event["event"]:
@@ -161,6 +169,7 @@ class Pool:
         self._workers: dict[tuple[str, str, tuple[str, ...]], Worker] = {}
         self._numbers = itertools.count(1)
         self._reaper: subprocess.Popen[bytes] | None = None
+        self._closing = False
         self.n_queued = 0
         self.n_running = 0
 
@@ -171,9 +180,9 @@ class Pool:
         if worker is None or worker.dead:
             worker = Worker(language, environment, self._scratch / f"worker-{next(self._numbers)}")
             self._workers[place] = worker
-            await worker.start()
+            await worker.start(on_end=lambda session: self._tell_reaper(f"-{session}"))
             if worker.process is not None:
-                self._tell_reaper(f"+{worker.process.pid}\n")
+                self._tell_reaper(f"+{worker.process.pid}")
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await asyncio.shield(worker.fingerprint)
@@ -237,6 +246,8 @@ class Pool:
         ]
 
     def _tell_reaper(self, line: str) -> None:
+        if self._closing:
+            return
         if self._reaper is None or self._reaper.poll() is not None:
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__],
@@ -245,13 +256,16 @@ class Pool:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            line = "".join(f"+{worker.process.pid}\n" for worker in self._workers.values() if worker.process)
+            living = [worker.process.pid for worker in self._workers.values() if worker.process and not worker.dead]
+            line = "\n".join(f"+{session}" for session in living)
         assert self._reaper.stdin is not None
-        self._reaper.stdin.write(line.encode())
-        self._reaper.stdin.flush()
+        with contextlib.suppress(OSError, ValueError):  # closed, or killed this instant: the next call starts another
+            self._reaper.stdin.write(f"{line}\n".encode())
+            self._reaper.stdin.flush()
 
     async def close(self) -> None:
         """Kill every worker and everything they started."""
+        self._closing = True
         for worker in self._workers.values():
             worker.kill()
         if self._reaper is not None and self._reaper.stdin is not None:

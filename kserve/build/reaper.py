@@ -52,7 +52,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     sessions: set[int] = set()
-    for line in sys.stdin:
+    for line in filter(str.strip, sys.stdin):
         action, number = line[0], int(line[1:])
         (sessions.add if action == "+" else sessions.discard)(number)
     for session in sessions:

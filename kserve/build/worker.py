@@ -31,6 +31,7 @@ _NICE = 10
 def main() -> None:
     """Serve the language named on the command line until standard input closes."""
     language = sys.argv[1]
+    _close_strays()
     try:
         toolchain = load_toolchain(language)
         _say({"event": "ready", "fingerprint": toolchain.fingerprint()._asdict()})
@@ -39,6 +40,17 @@ def main() -> None:
         return
     _serve(toolchain)
     kill_session(os.getsid(0), spare=os.getpid())
+
+
+def _close_strays() -> None:
+    """Close every descriptor but the three standard ones.
+
+    An event loop may leave a second copy of each pipe in its child; a compiler would inherit it and hide our death.
+    """
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only
+        if int(entry) > 2:
+            with contextlib.suppress(OSError):
+                os.close(int(entry))
 
 
 def _serve(toolchain: Toolchain) -> None:

@@ -32,8 +32,6 @@ _SLACK_S = 30.0
 # A client without autostart builds in a child that serves until it was idle for this long.
 _EMBEDDED_IDLE_S = 2.0
 _PEER_FORMAT = "3i"  # struct ucred: pid, uid, gid
-# Children we started, kept so that nobody reports them as abandoned: they end by themselves.
-_started: list[subprocess.Popen[bytes]] = []
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -158,8 +156,7 @@ class Connection:
             if listens(settings.socket):
                 return
             idle_s = settings.idle_s if settings.autostart else _EMBEDDED_IDLE_S
-            child = start_daemon(settings, idle_s=idle_s)
-            wait_until_up(settings, child)
+            wait_until_up(settings, start_daemon(settings, idle_s=idle_s))
 
     def _unreachable(self, what: str) -> DaemonUnreachable:
         return DaemonUnreachable(
@@ -197,7 +194,6 @@ def start_daemon(settings: Settings, *, idle_s: float) -> subprocess.Popen[bytes
         )
     finally:
         os.close(descriptor)
-    _started.append(child)
     return child
 
 
@@ -216,6 +212,7 @@ def wait_until_up(settings: Settings, child: subprocess.Popen[bytes]) -> None:
                 facts={"why": text.replace("\n", "\n             ") or f"no answer in {_START_TIMEOUT_S:.0f} s"},
             )
         time.sleep(0.005)
+    child.returncode = 0  # it is on its own from here: nobody waits for it, and that is no mistake to warn of
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from kserve.artifact import Artifact, Contract, Manifest, Param
 from kserve.client import arguments
 from kserve.client.loader import NO_CONTEXT, Library, driver
-from kserve.client.quick import MOST_BLOCKS, MOST_THREADS, quick_source
+from kserve.client.quick import MOST_BLOCKS, MOST_SHARED, MOST_THREADS, quick_source
 from kserve.errors import InvalidDefinition, LaunchError, LoadError
 from kserve.expression import FUNCTIONS, Expression
 from kserve.spec import DTYPES, SCALARS
@@ -43,17 +43,18 @@ class Kernel:
         LoadError: no device, or the binary does not fit it.
     """
 
-    def __init__(self, artifacts: list[Artifact], *, origin: str, seconds: float, device: int | None) -> None:
-        self._artifacts = artifacts
-        self._libraries = [Library(artifact, device=device) for artifact in artifacts] if device is not None else []
+    def __init__(self, roads: Roads, *, origin: str, seconds: float) -> None:
+        self._roads = roads
         self.origin = origin
         self.seconds = seconds
-        self.generic: Manifest | None = artifacts[1].manifest if len(artifacts) > 1 else None
-        self._launch: Callable[..., None] = self._choose_road
 
     @property
     def manifest(self) -> Manifest:
-        return self._artifacts[0].manifest
+        return self._roads.artifacts[0].manifest
+
+    @property
+    def generic(self) -> Manifest | None:
+        return self._roads.artifacts[1].manifest if len(self._roads.artifacts) > 1 else None
 
     @property
     def name(self) -> str:
@@ -79,20 +80,17 @@ class Kernel:
         return f"<Kernel {self.name} {self.manifest.target} {self.key[:12]} {self.origin}>"
 
     def __call__(self, *args: Any, stream: Any = None) -> None:
-        self._launch(*args, stream=stream)
+        self._roads.launch(*args, stream=stream)
 
     def __getitem__(self, grid: GridLike) -> Callable[..., None]:
         def launch(*args: Any, stream: Any = None) -> None:
-            self._launch(*args, stream=stream, grid=grid)
+            self._roads.launch(*args, stream=stream, grid=grid)
 
         return launch
 
     def as_memo(self) -> Kernel:
         """The same kernel, as a later get_kernel of this process returns it."""
-        twin = object.__new__(Kernel)
-        twin.__dict__.update(self.__dict__, origin="memo", seconds=0.0)
-        twin._launch = twin._choose_road
-        return twin
+        return Kernel(self._roads, origin="memo", seconds=0.0)
 
     def as_cupy(self) -> Any:
         """A `cupy.RawKernel` over the same bytes, for code that launches CuPy's way: (grid, block, args).
@@ -103,63 +101,95 @@ class Kernel:
 
         import cupy
 
-        artifact = self._artifacts[-1]
+        artifact = self._roads.artifacts[-1]
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(artifact.payload)
             file.flush()
             module = cupy.RawModule(path=file.name)
             return module.get_function(artifact.manifest.contract.symbol)
 
-    def _choose_road(self, *args: Any, stream: Any = None, grid: GridLike | None = None) -> None:
-        """The first call: generate the quick road where torch is there to take it."""
-        if not self._libraries:
+
+class Roads:
+    """The binaries of one kernel, loaded, and the two ways to launch them.
+
+    Args:
+        artifacts: the variant for the declared facts, then the one for none, where there are two.
+        device:    loads them there; None leaves them unloaded, and a launch is an error.
+    Attributes:
+        launch: the road to take, called with the arguments, `stream` and `grid`.
+    """
+
+    def __init__(self, artifacts: list[Artifact], *, device: int | None) -> None:
+        self.artifacts = artifacts
+        self.libraries = [Library(artifact, device=device) for artifact in artifacts] if device is not None else []
+        self.launch: Callable[..., None] = self._first_call
+        self._contract = artifacts[0].manifest.contract
+        self._name = artifacts[0].manifest.name
+        self._params = [param for param in self._contract.params if param.kind != "scratch"]
+        self._prepared: _Prepared | None = None
+
+    def _first_call(self, *args: Any, stream: Any = None, grid: GridLike | None = None) -> None:
+        """Generate the quick road where torch is there to take it."""
+        if not self.libraries:
             found = driver()
-            raise LoadError(
-                f"{self.name} was built for {self.target} and is not loaded: "
-                f"CUDA device {found.current_device()} is {found.target_of(found.current_device())}"
-            )
+            device = found.current_device()
+            target = self.artifacts[0].manifest.target
+            raise LoadError(f"{self._name} was built for {target}, CUDA device {device} is {found.target_of(device)}")
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            self._launch = quick_road(self.manifest.contract, self._libraries, self.slow_road, torch)
-            self._launch(*args, stream=stream, grid=grid)
+            self.launch = quick_road(self._contract, self.libraries, self.slow, torch)
+            self.launch(*args, stream=stream, grid=grid)
         else:
-            self.slow_road(args, stream, grid)
+            self.slow(args, stream, grid)
 
-    def slow_road(self, args: tuple[Any, ...], stream: Any, grid: GridLike | None) -> None:
+    def slow(self, args: tuple[Any, ...], stream: Any, grid: GridLike | None) -> None:
         """Read every argument, then launch. Raises: LaunchError, LoadError."""
-        contract = self.manifest.contract
-        params = [param for param in contract.params if param.kind != "scratch"]
+        name, params = self._name, self._params
         if len(args) != len(params):
             listed = ", ".join(param.name for param in params)
-            raise LaunchError(f"{self.name} takes {len(params)} arguments ({listed}), {len(args)} were given")
-        passed = [arguments.read(self.name, param, argument) for param, argument in zip(params, args, strict=True)]
-        device = _common_device(self.name, params, passed)
-        handle = _stream(self.name, passed, stream)
-        values = {param.name: found.value for param, found in zip(params, passed, strict=True)}
-        library = self._libraries[0 if _facts_hold(params, values) else -1]
-        names: dict[str, Any] = contract.constants | values
-        dimensions = _grid(self.name, contract, names, grid)
-        if 0 in dimensions:
+            raise LaunchError(f"{name} takes {len(params)} arguments ({listed}), {len(args)} were given")
+        passed = [arguments.read(name, param, argument) for param, argument in zip(params, args, strict=True)]
+        device = _common_device(name, params, passed)
+        handle = _stream(name, passed, stream)
+        values = {param.name: item.value for param, item in zip(params, passed, strict=True)}
+        library = self.libraries[0 if _facts_hold(params, values) else -1]
+        prepared = self._prepared = self._prepared or _Prepared(self._contract)
+        sizes = prepared.sizes(name, self._contract.constants | values, grid)
+        if 0 in sizes[:3]:
             return
+        slot = _Slot(self._contract)
         try:
-            block = _three(Expression(text).evaluate(names) for text in contract.block)
-            shared = Expression(contract.shared_bytes).evaluate(names)
-        except InvalidDefinition as error:
-            raise LaunchError(f"{self.name}: {error.message}") from None
-        if min(block) < 1 or max(block) > MOST_THREADS or not 0 <= shared < 1 << 31:
-            raise LaunchError(f"{self.name}: block {block} with {shared} bytes of shared memory cannot be launched")
-        slot = _Slot(contract)
-        layout = packing(contract)
-        try:
-            layout.pack_into(slot.buffer, 0, *(found.value for found in passed))
+            prepared.layout.pack_into(slot.buffer, 0, *(item.value for item in passed))
         except (struct.error, OverflowError) as error:
-            raise LaunchError(f"{self.name}: an argument does not fit its type: {error}") from None
+            raise LaunchError(f"{name}: an argument does not fit its type: {error}") from None
         found = driver()
         with found.on_device(device):
             function = library.functions.get(device) or library.load_on(device)
-            status = found.launch(function, *dimensions, *block, shared, handle, slot.params, None)
+            status = found.launch(function, *sizes, handle, slot.params, None)
         if status:
-            _failed(self.name, status, grid=dimensions, block=block, shared=shared)
+            _failed(name, status, grid=sizes[:3], block=sizes[3:6], shared=sizes[6])
+
+
+class _Prepared:
+    """What the slow road needs of a contract, read once."""
+
+    def __init__(self, contract: Contract) -> None:
+        self.layout = packing(contract)
+        self._grid = [Expression(text) for text in contract.grid]
+        self._block = [Expression(text) for text in contract.block]
+        self._shared = Expression(contract.shared_bytes)
+
+    def sizes(self, name: str, values: Mapping[str, Any], grid: GridLike | None) -> tuple[int, ...]:
+        """Grid, block and dynamic shared memory: seven numbers within the driver's limits. Raises: LaunchError."""
+        try:
+            default = tuple(expression.evaluate(values) for expression in self._grid) if grid is None else grid
+            block = _three(expression.evaluate(values) for expression in self._block)
+            shared = self._shared.evaluate(values)
+        except InvalidDefinition as error:
+            raise LaunchError(f"{name}: {error.message}") from None
+        if min(block) < 1 or max(block) > MOST_THREADS or not 0 <= shared <= MOST_SHARED:
+            raise LaunchError(f"{name}: block {block} with {shared} bytes of shared memory cannot be launched")
+        return (*checked_grid(name, default, values), *block, shared)
 
 
 class _Slot:
@@ -232,16 +262,12 @@ def _facts_hold(params: list[Param], values: Mapping[str, Any]) -> bool:
     )
 
 
-def _grid(kernel: str, contract: Contract, names: Mapping[str, Any], grid: GridLike | None) -> tuple[int, int, int]:
+def checked_grid(kernel: str, grid: GridLike, values: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The caller's grid as three extents. Raises: LaunchError for one the driver would refuse, or cut to 32 bits."""
+    found: Any = grid(values) if callable(grid) else grid
     try:
-        if grid is None:
-            found: Any = tuple(Expression(text).evaluate(names) for text in contract.grid)
-        else:
-            found = grid(names) if callable(grid) else grid
         extents = found if isinstance(found, tuple | list) else (found,)
         dimensions = tuple(operator.index(extent) for extent in extents)
-    except InvalidDefinition as error:
-        raise LaunchError(f"{kernel}: {error.message}") from None
     except TypeError:
         dimensions = ()
     fits = all(0 <= extent <= most for extent, most in zip(dimensions, MOST_BLOCKS, strict=False))
@@ -269,7 +295,6 @@ def quick_road(contract: Contract, libraries: list[Library], slow_road: Callable
     pool: list[_Slot] = []
     namespace: dict[str, Any] = {
         **{f"_dtype_{param.name}": getattr(torch, param.dtype) for param in params if param.kind == "pointer"},
-        "_tensor": torch.Tensor,
         "_current_device": torch._C._cuda_getDevice,  # noqa: SLF001 - torch's public wrappers cost 8 µs
         "_current_stream": torch._C._cuda_getCurrentRawStream,  # noqa: SLF001
         "_functions": libraries[0].functions,

@@ -9,7 +9,7 @@ from kserve.expression import Expression
 # grid along x, y and z.
 MOST_THREADS = 1024
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-_MOST_SHARED = 2**31 - 1
+MOST_SHARED = 2**31 - 1
 # What a term of the generated condition raises on an argument of another kind.
 _NOT_QUICK = "(AttributeError, ValueError, TypeError, KeyError, ZeroDivisionError)"
 
@@ -60,7 +60,7 @@ def _sizes(contract: Contract) -> dict[str, tuple[str, int, int]]:
     """The seven numbers of a launch by name: printed expression, least, most. An empty grid is the slow road's business."""
     texts = [*[*contract.grid, "1", "1"][:3], *[*contract.block, "1", "1"][:3], contract.shared_bytes]
     names = ("_x", "_y", "_z", "_bx", "_by", "_bz", "_shared")
-    bounds = [*((1, most) for most in MOST_BLOCKS), *[(1, MOST_THREADS)] * 3, (0, _MOST_SHARED)]
+    bounds = [*((1, most) for most in MOST_BLOCKS), *[(1, MOST_THREADS)] * 3, (0, MOST_SHARED)]
     return {name: (_printed(text, contract), *bound) for name, text, bound in zip(names, texts, bounds, strict=True)}
 
 

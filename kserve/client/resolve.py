@@ -13,7 +13,7 @@ import kserve
 from kserve import catalog, protocol
 from kserve.artifact import Artifact
 from kserve.client.connection import Connection
-from kserve.client.launch import Kernel
+from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.config import Settings, environment_of_process, listens, load_settings
 from kserve.errors import BuildTimeout, CorruptArtifact, DaemonEnding, KserveError, LoadError, StoreError
@@ -24,7 +24,7 @@ from kserve.target import parse_target
 
 # After this long a wait is worth a line, and the daemon is asked again.
 _PATIENCE_S = 2.0
-_ATTEMPTS = 4
+_ATTEMPTS = 10
 _ENDING_S = 1.0
 _WORST_ORIGIN = ("built", "joined", "remote", "disk", "memo")
 
@@ -114,7 +114,8 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     for variants, artifacts in zip(answers, loaded, strict=True):
         origin = min((variant.origin for variant in variants), key=_WORST_ORIGIN.index)
         device = _device_for(artifacts[0]) if load else None
-        kernels.append(Kernel(artifacts, origin=origin, seconds=time.monotonic() - began, device=device))
+        roads = Roads(artifacts, device=device)
+        kernels.append(Kernel(roads, origin=origin, seconds=time.monotonic() - began))
     return kernels
 
 

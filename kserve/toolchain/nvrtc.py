@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kserve.toolchain.base import Built, Fingerprint, Job, fingerprint_files, us
 
 # Without the vendor's cache under HOME, and with the assembler's report in the log.
 _FIXED = ("--no-cache", "--ptxas-options=-v")
-# Warnings about declared but unused variables in shared headers would drown a compiler's real message.
+_CLOCK = re.compile(r"\b__(DATE|TIME|TIMESTAMP)__\b")
 _INCLUDE = "--include-path=include"
 
 
@@ -47,6 +48,7 @@ class Nvrtc:
 
     def build(self, job: Job) -> tuple[Built, bytes]:
         self._check_target(job)
+        _refuse_clocks()
         source = Path(job.main).read_bytes()
         program = self._call("nvrtcCreateProgram", source, job.main.encode(), 0, None, None)[0]
         try:
@@ -101,6 +103,16 @@ class Nvrtc:
 
     def _text(self, program: Any, getter: str) -> str:
         return self._bytes(program, getter).rstrip(b"\0").decode(errors="replace")
+
+
+def _refuse_clocks() -> None:
+    """Raises CompileFailed for a file that asks for the time of its own compile: equal keys must give equal bytes."""
+    for path in sorted(path for path in Path().rglob("*") if path.is_file()):
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if clock := _CLOCK.search(line):
+                raise CompileFailed(
+                    f"{path}({number}): {clock[0]} is refused: the same source would give other bytes every time"
+                )
 
 
 def options_of(job: Job) -> list[str]:

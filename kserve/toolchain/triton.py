@@ -25,6 +25,8 @@ from kserve.toolchain.base import (
 
 # What a kernel file may import: anything else would be an input that is not declared and not in the key.
 _IMPORTS = ("triton", "math", "__future__")
+# LLVM fails on others without naming them. CDNA 2 to 4, RDNA 3 and 4: the ones Triton's AMD back end has cases for.
+_HIP_ARCHES = frozenset({"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201"})
 _WARP_SIZE = {"cuda": 32, "hip": 64}
 _AMD_RESOURCES = {
     "registers": r"\.vgpr_count:\s+(\d+)",
@@ -90,11 +92,13 @@ class TritonToolchain:
         Raises: UnsupportedTarget naming Triton's version and the arches of its assemblers.
         """
         if target.backend == "hip":
-            return ""
-        tool = "ptxas-blackwell" if target.capability >= 100 else "ptxas"
-        if target.arch in self._arches[tool] and target.suffix != "f":
+            tool, arches = "", _HIP_ARCHES
+        else:
+            tool = "ptxas-blackwell" if target.capability >= 100 else "ptxas"
+            arches = self._arches[tool]
+        if target.arch in arches and target.suffix != "f":
             return tool
-        known = sorted({arch for arches in self._arches.values() for arch in arches}, key=lambda a: (len(a), a))
+        known = sorted({*_HIP_ARCHES, *self._arches["ptxas"], *self._arches["ptxas-blackwell"]}, key=lambda a: (len(a), a))
         raise UnsupportedTarget(f"Triton {self.version} cannot compile for {target}", facts={"allowed": ", ".join(known)})
 
     def _nvidia(self, compiled: Any, tool: str) -> tuple[Built, bytes]:

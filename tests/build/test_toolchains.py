@@ -261,6 +261,14 @@ def test_too_much_static_shared_memory_is_the_assemblers_error(served: Daemon, o
     assert "0xc000" in str(caught.value)
 
 
+@pytest.mark.parametrize("clock", ["__DATE__", "__TIME__", "__TIMESTAMP__"])
+def test_a_source_that_asks_for_the_time_is_refused(served: Daemon, own_place: Path, clock: str):
+    with pytest.raises(CompileFailed) as caught:
+        cuda(own_place, source=CUDA_SOURCE + f"__device__ const char* when = {clock};\n")
+    assert clock in caught.value.message
+    assert "kernel.cu" in caught.value.message
+
+
 def test_a_block_may_use_all_shared_memory_of_its_arch(served: Daemon, own_place: Path):
     kernel = triton(own_place, source=dot(256), target="gfx942")
     assert kernel.manifest.contract.shared_bytes == "65536"

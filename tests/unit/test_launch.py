@@ -33,7 +33,13 @@ def kernel(*params: Param, n_variants: int = 1) -> Kernel:
         Manifest(*facts, variant, contract(*params), {"registers": 12}, {}, {}, closed_world=False, seconds=1.0, created_at=1.0)
         for variant in ("declared", "generic")[:n_variants]
     ]
-    return Kernel([Artifact(found, b"payload") for found in manifests], origin="built", seconds=1.5, device=None)
+    roads = launch.Roads([Artifact(found, b"payload") for found in manifests], device=None)
+    return Kernel(roads, origin="built", seconds=1.5)
+
+
+def grid_of(found: Contract, values, grid):
+    """The grid a launch with these values would have."""
+    return launch._Prepared(found).sizes("k", values, grid)[:3]
 
 
 def scalar(kind: str) -> Param:
@@ -325,7 +331,7 @@ NAMES = {"n": 1000, "size": 8}
     ids=range(11),
 )
 def test_a_grid_is_the_definitions_or_the_callers(grid, dimensions):
-    found = launch._grid("k", contract(grid=("cdiv(n, 128)",)), NAMES, grid)
+    found = grid_of(contract(grid=("cdiv(n, 128)",)), NAMES, grid)
     assert found == dimensions
     assert all(type(extent) is int for extent in found)
 
@@ -353,7 +359,7 @@ def test_a_grid_is_the_definitions_or_the_callers(grid, dimensions):
 )
 def test_a_grid_that_is_none_is_refused(grid):
     with pytest.raises(LaunchError) as caught:
-        launch._grid("k", contract(), NAMES, grid)
+        grid_of(contract(), NAMES, grid)
     assert caught.value.facts["allowed"]
 
 
@@ -364,7 +370,7 @@ def test_a_grid_that_is_none_is_refused(grid):
 )
 def test_a_definition_whose_grid_has_no_value_refuses_the_launch(grid, names):
     with pytest.raises(LaunchError):
-        launch._grid("k", contract(grid=(grid,)), names, None)
+        grid_of(contract(grid=(grid,)), names, None)
 
 
 @pytest.mark.parametrize(
@@ -407,13 +413,13 @@ def test_arguments_on_different_devices_are_refused_with_their_devices():
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_wrong_number_of_arguments_is_refused_with_their_names(count):
     with pytest.raises(LaunchError) as caught:
-        kernel(X, OUT).slow_road((0,) * count, None, None)
+        kernel(X, OUT)._roads.slow((0,) * count, None, None)
     assert all(word in caught.value.message for word in ("x", "out", "2", str(count)))
 
 
 def test_scratch_is_no_argument():
     with pytest.raises(LaunchError) as caught:
-        kernel(X, Param("scratch_0", "scratch", "", 8, 8)).slow_road((), None, None)
+        kernel(X, Param("scratch_0", "scratch", "", 8, 8))._roads.slow((), None, None)
     assert "scratch" not in caught.value.message
 
 
@@ -505,7 +511,7 @@ def test_a_memo_hit_says_so_and_leaves_the_first_kernel_alone():
     again = first.as_memo()
     assert (again.origin, again.seconds, again.key) == ("memo", 0.0, first.key)
     assert (first.origin, first.seconds) == ("built", 1.5)
-    assert again._launch.__self__ is again
+    assert again._roads is first._roads, "loaded once"
 
 
 def test_a_kernel_that_is_not_loaded_refuses_to_launch():
