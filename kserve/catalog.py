@@ -6,14 +6,18 @@ over the first two; packages are asked only for names found in neither, since li
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from kserve.config import Settings, built_in_roots
 from kserve.definition import Entry, KernelDef
 from kserve.errors import InvalidDefinition, UnknownKernel, closest
-from kserve.kernel_toml import FILE_NAME, read_definition
+from kserve.kernel_toml import read_definition
 from kserve.key import digest_of
+from kserve.outline import FILE_NAME, Outline, read_outline
+from kserve.target import parse_target
 
 ENTRY_POINT_GROUP = "kserve.kernels"
 _LARGEST_FILE_BYTES = 4 << 20
@@ -22,14 +26,19 @@ _LARGEST_FILE_BYTES = 4 << 20
 class Found(NamedTuple):
     """One entry where it was found, with the files a build of it may read: relative name -> bytes."""
 
+    name: str
     folder: Path
-    definition: KernelDef
-    entry: Entry
     files: dict[str, bytes]
 
     @property
     def digests(self) -> dict[str, str]:
         return {name: digest_of(content) for name, content in self.files.items()}
+
+    def check(self, spec: Mapping[str, object], target: str) -> None:
+        """Raises what the service would refuse, with this machine's paths in it: the better message for a person."""
+        definition = definition_of(self.folder)
+        definition.resolve_target(definition.entries[self.name], parse_target(target))
+        definition.specialise(definition.entries[self.name], spec)
 
 
 def find(name: str, settings: Settings) -> Found:
@@ -41,13 +50,13 @@ def find(name: str, settings: Settings) -> Found:
         searched = package_roots() if roots is None else roots
         # A definition names its entries: files that do not contain the name need no parsing, and may be broken.
         folders = [folder for folder in kernel_folders(searched) if name.encode() in _bytes(folder)]
-        holders = [(folder, found) for folder in folders if name in (found := definition_of(folder)).entries]
+        holders = [(folder, found) for folder in folders if name in (found := outline_of(folder)).names]
         if len(holders) > 1:
             places = ", ".join(str(folder) for folder, _ in holders)
             raise InvalidDefinition(f"kernel {name} is defined in {len(holders)} folders: {places}")
         if holders:
-            folder, definition = holders[0]
-            return Found(folder, definition, definition.entries[name], collect_files(folder, definition))
+            folder, outline = holders[0]
+            return Found(name, folder, collect_files(folder, outline))
     known = sorted(entry.name for _, _, entry in every_entry(settings))
     raise UnknownKernel(f"no kernel is called {name!r}: {closest(name, known)}", hint="kserve kernels lists them all")
 
@@ -69,11 +78,11 @@ def every_entry(settings: Settings, broken: list[InvalidDefinition] | None = Non
 def kernel_folders(roots: list[Path]) -> list[Path]:
     """The kernel folders of the roots, in order: a root itself, or each folder in it that has a kernel.toml."""
     folders: dict[Path, None] = {}
-    for root in roots:
+    for root in dict.fromkeys(root.resolve() for root in roots):
         if (root / FILE_NAME).is_file():
-            folders[root.resolve()] = None
+            folders[root] = None
         elif root.is_dir():
-            folders.update((child.parent.resolve(), None) for child in sorted(root.glob(f"*/{FILE_NAME}")))
+            folders.update((child.parent, None) for child in sorted(root.glob(f"*/{FILE_NAME}")))
     return list(folders)
 
 
@@ -99,6 +108,11 @@ def definition_of(folder: Path) -> KernelDef:
     return read_definition(_bytes(folder), origin=str(folder / FILE_NAME))
 
 
+def outline_of(folder: Path) -> Outline:
+    """The outline of the definition in that folder. Raises: InvalidDefinition."""
+    return read_outline(_bytes(folder), origin=str(folder / FILE_NAME))
+
+
 def _bytes(folder: Path) -> bytes:
     try:
         return (folder / FILE_NAME).read_bytes()
@@ -106,7 +120,7 @@ def _bytes(folder: Path) -> bytes:
         raise InvalidDefinition(f"{folder / FILE_NAME} cannot be read: {error.strerror}") from None
 
 
-def collect_files(folder: Path, definition: KernelDef) -> dict[str, bytes]:
+def collect_files(folder: Path, definition: Outline | KernelDef) -> dict[str, bytes]:
     """The kernel.toml and every declared source and header, by relative name, sorted.
 
     Shared headers come from the folder `include` beside the kernel's own and are named `include/…`.
@@ -135,7 +149,7 @@ def collect_files(folder: Path, definition: KernelDef) -> dict[str, bytes]:
 
 def _content(path: Path, base: Path) -> bytes:
     try:
-        if not path.resolve().is_relative_to(base.resolve()):
+        if os.path.commonpath((os.path.realpath(path), real := os.path.realpath(base))) != real:
             raise InvalidDefinition(f"{path} leads outside {base}: a kernel's files lie in its own folder")
         if path.stat().st_size > _LARGEST_FILE_BYTES:
             raise InvalidDefinition(f"{path} is larger than {_LARGEST_FILE_BYTES} bytes")

@@ -8,6 +8,7 @@ calls nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from kserve.errors import InvalidDefinition
 
@@ -33,6 +34,12 @@ def next_pow2(a: int) -> int:
 
 _ARITY = {"min": (2, 8), "max": (2, 8), "cdiv": (2, 2), "next_pow2": (1, 1)}
 FUNCTIONS: dict[str, Callable[..., int]] = {"min": min, "max": max, "cdiv": cdiv, "next_pow2": next_pow2}
+
+
+@lru_cache(maxsize=1024)
+def parsed(text: str) -> Expression:
+    """The expression of that text, parsed once a process."""
+    return Expression(text)
 
 
 class Expression:

@@ -12,10 +12,10 @@ from typing import Any
 from kserve.definition import Argument, Entry, KernelDef, Launch
 from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget, closest
 from kserve.expression import Expression
+from kserve.outline import read_toml, stays_inside
 from kserve.spec import AXIS_TYPES, DTYPES, RESERVED, SCALARS, Axis, SpecValue, check_axis_name, is_plain_name
 from kserve.target import parse_target
 
-FILE_NAME = "kernel.toml"
 LANGUAGES = ("cuda", "triton")
 FEATURES = ("none", "arch", "family")
 _KINDS = ("pointer", *SCALARS, "struct", "tensor_map", "constexpr")
@@ -37,15 +37,10 @@ def read_definition(content: bytes, *, origin: str) -> KernelDef:
     Raises:
         InvalidDefinition: names file, field, value and what is allowed.
     """
-    import tomllib
-
     try:
-        table = _Table(tomllib.loads(content.decode()), "")
-        return _definition(table)
+        return _definition(_Table(read_toml(content), ""))
     except (InvalidDefinition, UnsupportedTarget) as error:
         raise InvalidDefinition(f"{origin}: {error.message}", facts=error.facts, hint=error.hint) from None
-    except (ValueError, RecursionError) as error:  # of the TOML reader: syntax, encoding, endless numbers
-        raise InvalidDefinition(f"{origin}: not TOML: {error}") from None
 
 
 class _Table:
@@ -162,7 +157,7 @@ def _relative(table: _Table, field: str, default: Any = ...) -> tuple[str, ...]:
     """Globs that stay inside the folder."""
     patterns = table.texts(field, default)
     for pattern in patterns:
-        if pattern.startswith("/") or ".." in pattern.split("/") or "\\" in pattern or not pattern:
+        if not stays_inside(pattern):
             raise table.fail(field, pattern, "a path inside the kernel's folder, or a glob")
     return patterns
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kserve.artifact import Manifest, manifest_from_bytes
 from kserve.build.fingerprints import Fingerprints
@@ -18,8 +18,9 @@ from kserve.build.staging import Staging
 from kserve.config import Settings
 from kserve.definition import KernelDef
 from kserve.errors import CorruptArtifact, DaemonEnding, InvalidDefinition, NotBuilt, StoreError, UnknownKernel, closest
-from kserve.kernel_toml import FILE_NAME, read_definition
-from kserve.key import digest_of
+from kserve.kernel_toml import read_definition
+from kserve.key import canonical_json, digest_of
+from kserve.outline import FILE_NAME
 from kserve.protocol import Pending, Resolved
 from kserve.store.base import MemoryStore
 from kserve.store.files import FileStore
@@ -27,7 +28,7 @@ from kserve.target import parse_target
 from kserve.toolchain.base import Built
 
 logger = logging.getLogger("kserve")
-_MOST_DEFINITIONS = 1000
+_MOST_REMEMBERED = 2000
 # A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
 _PLANNING_S = 0.1
 
@@ -49,6 +50,8 @@ class MissingSources(NamedTuple):
     digests: list[str]
 
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 Answer = list[Resolved] | Pending | MissingSources
 
 
@@ -70,7 +73,10 @@ class KernelService:
         self._closing = False
         # What the disk refused: served, not stored.
         self._memory = MemoryStore()
+        # What was made of the same bytes before: definitions by digest, plans by wish, manifests by key.
         self._definitions: dict[str, KernelDef] = {}
+        self._plans: dict[tuple[object, ...], list[Plan]] = {}
+        self._manifests: dict[str, tuple[bytes, Manifest]] = {}
 
     async def resolve(self, request: KernelRequest, *, client: str, wait_s: float) -> Answer:
         """All variants of one kernel: found, built, or still being built after `wait_s`.
@@ -112,7 +118,14 @@ class KernelService:
         target = parse_target(request.target)
         definition.resolve_target(entry, target)  # before the toolchain is asked: the cheaper answer first
         fingerprint = await self.fingerprints.of(definition.language, request.environment)
-        return plan_builds(definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files)
+        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), canonical_json(request.spec))
+        plans = self._plans.get(wish)
+        if plans is None:
+            plans = plan_builds(
+                definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files
+            )
+            _remember(self._plans, wish, plans)
+        return plans
 
     def _definition(self, request: KernelRequest) -> KernelDef:
         digest = request.files.get(FILE_NAME)
@@ -120,9 +133,7 @@ class KernelService:
         if digest is None or content is None:
             raise InvalidDefinition(f"a request for {request.name} names no {FILE_NAME}")
         if digest not in self._definitions:
-            if len(self._definitions) >= _MOST_DEFINITIONS:
-                self._definitions.clear()
-            self._definitions[digest] = read_definition(content, origin=FILE_NAME)
+            _remember(self._definitions, digest, read_definition(content, origin=FILE_NAME))
         return self._definitions[digest]
 
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
@@ -215,8 +226,13 @@ class KernelService:
         content = self._get(f"manifest/{key}")
         if content is None:
             return None
+        known = self._manifests.get(key)
+        if known is not None and known[0] == content:
+            return known[1]
         try:
-            return manifest_from_bytes(content, key=key)
+            manifest = manifest_from_bytes(content, key=key)
+            _remember(self._manifests, key, (content, manifest))
+            return manifest
         except CorruptArtifact as error:
             logger.warning("quarantined key=%s error=%s", key[:12], error.message)
             self.store.quarantine(f"manifest/{key}")
@@ -277,6 +293,14 @@ class KernelService:
         self._closing = True
         await self.leases.cancel()
         await self.pool.close()
+
+
+def _remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Keep it, and the memory bounded: when that is full, the oldest half goes."""
+    if len(known) >= _MOST_REMEMBERED:
+        for old in list(known)[: _MOST_REMEMBERED // 2]:
+            del known[old]
+    known[key] = value
 
 
 def _outcome(lease: Lease, client: str) -> Resolved:

@@ -15,7 +15,7 @@ LAYERS = [
     ["errors"],
     ["spec", "target", "expression"],
     ["artifact", "key", "config"],
-    ["definition", "kernel_toml", "catalog", "protocol"],
+    ["definition", "kernel_toml", "outline", "catalog", "protocol"],
     ["store", "toolchain"],
     ["build"],
     ["service"],

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from kserve.build.pool import Environment, Pool
 from kserve.errors import ProtocolMismatch
 from kserve.toolchain.base import Fingerprint, stamp
+
+# The files are looked at once in this time, not at every request: a compiler that is replaced is noticed this much later.
+_TRUSTED_S = 1.0
 
 
 class Fingerprints:
@@ -27,6 +31,7 @@ class Fingerprints:
         self._path = path
         self._pool = pool
         self._known: dict[str, dict[str, Any]] = {}
+        self._trusted_until: dict[str, float] = {}
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(path.read_text())
             self._known = found if isinstance(found, dict) else {}
@@ -56,7 +61,10 @@ class Fingerprints:
     def _remembered(self, place: str) -> Fingerprint | None:
         with contextlib.suppress(KeyError, TypeError, OSError, AttributeError):
             found = Fingerprint(**self._known[place])
-            if all(stamp(Path(path)) == stated for path, stated in found.stamps.items()):
+            if time.monotonic() < self._trusted_until.get(place, 0.0):
+                return found
+            if all(stamp(path) == stated for path, stated in found.stamps.items()):
+                self._trusted_until[place] = time.monotonic() + _TRUSTED_S
                 return found
         return None
 

@@ -13,8 +13,8 @@ from kserve.artifact import DECLARED, GENERIC, Contract, Param
 from kserve.definition import Argument, Entry, KernelDef
 from kserve.errors import CompileFailed, InvalidDefinition
 from kserve.expression import Expression
-from kserve.kernel_toml import FILE_NAME
 from kserve.key import build_key, canonical_json
+from kserve.outline import FILE_NAME
 from kserve.spec import DTYPES, Spec
 from kserve.target import Target
 from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of

@@ -64,6 +64,10 @@ class Connection:
         self._settings = settings
         self._http: _UnixConnection | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self._http is not None
+
     def call(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0, start: bool = False) -> Any:
         """One request; the decoded JSON answer.
 

@@ -19,7 +19,7 @@ from kserve.client import arguments
 from kserve.client.loader import NO_CONTEXT, Library, driver
 from kserve.client.quick import MOST_BLOCKS, MOST_SHARED, MOST_THREADS, quick_source
 from kserve.errors import InvalidDefinition, LaunchError, LoadError
-from kserve.expression import FUNCTIONS, Expression
+from kserve.expression import FUNCTIONS, parsed
 from kserve.spec import DTYPES, SCALARS
 from kserve.target import Target, parse_target
 
@@ -121,7 +121,10 @@ class Roads:
 
     def __init__(self, artifacts: list[Artifact], *, device: int | None) -> None:
         self.artifacts = artifacts
-        self.libraries = [Library(artifact, device=device) for artifact in artifacts] if device is not None else []
+        # Variants with equal bytes, where the compiler made nothing of the facts, are one library.
+        by_digest = {artifact.manifest.digest: artifact for artifact in reversed(artifacts)} if device is not None else {}
+        loaded = {digest: Library(artifact, device=device or 0) for digest, artifact in by_digest.items()}
+        self.libraries = [loaded[artifact.manifest.digest] for artifact in artifacts] if loaded else []
         self.launch: Callable[..., None] = self._first_call
         self._contract = artifacts[0].manifest.contract
         self._name = artifacts[0].manifest.name
@@ -129,12 +132,17 @@ class Roads:
         self._prepared: _Prepared | None = None
 
     def _first_call(self, *args: Any, stream: Any = None, grid: GridLike | None = None) -> None:
-        """Generate the quick road where torch is there to take it."""
+        """Take the slow road once: a kernel that is launched once does not pay a millisecond for generated code."""
         if not self.libraries:
             found = driver()
             device = found.current_device()
             target = self.artifacts[0].manifest.target
             raise LoadError(f"{self._name} was built for {target}, CUDA device {device} is {found.target_of(device)}")
+        self.slow(args, stream, grid)
+        self.launch = self._later_call
+
+    def _later_call(self, *args: Any, stream: Any = None, grid: GridLike | None = None) -> None:
+        """Generate the quick road where torch is there to take it."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             self.launch = quick_road(self._contract, self.libraries, self.slow, torch)
@@ -175,9 +183,9 @@ class _Prepared:
 
     def __init__(self, contract: Contract) -> None:
         self.layout = packing(contract)
-        self._grid = [Expression(text) for text in contract.grid]
-        self._block = [Expression(text) for text in contract.block]
-        self._shared = Expression(contract.shared_bytes)
+        self._grid = [parsed(text) for text in contract.grid]
+        self._block = [parsed(text) for text in contract.block]
+        self._shared = parsed(contract.shared_bytes)
 
     def sizes(self, name: str, values: Mapping[str, Any], grid: GridLike | None) -> tuple[int, ...]:
         """Grid, block and dynamic shared memory: seven numbers within the driver's limits. Raises: LaunchError."""

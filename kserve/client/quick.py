@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kserve.artifact import Contract, Param
-from kserve.expression import Expression
+from kserve.expression import parsed
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": threads of a block along one axis, blocks of a
 # grid along x, y and z.
@@ -65,7 +65,9 @@ def _sizes(contract: Contract) -> dict[str, tuple[str, int, int]]:
 
 
 def _printed(text: str, contract: Contract) -> str:
-    expression = Expression(text)
+    if text.isdecimal():
+        return text
+    expression = parsed(text)
     fixed = expression.names <= set(contract.constants)
     return str(expression.evaluate(contract.constants)) if fixed else expression.python
 
@@ -73,7 +75,7 @@ def _printed(text: str, contract: Contract) -> str:
 def _constants(contract: Contract) -> dict[str, str]:
     """The constants that the expressions read."""
     texts = (*contract.grid, *contract.block, contract.shared_bytes)
-    used = set().union(*(Expression(text).names for text in texts))
+    used = set().union(*(parsed(text).names for text in texts if not text.isdecimal()))
     return {name: repr(value) for name, value in sorted(contract.constants.items()) if name in used}
 
 

@@ -16,7 +16,7 @@ from kserve.client.connection import Connection
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.config import Settings, environment_of_process, listens, load_settings
-from kserve.errors import BuildTimeout, CorruptArtifact, DaemonEnding, KserveError, LoadError, StoreError
+from kserve.errors import BuildTimeout, CorruptArtifact, DaemonEnding, KserveError, LoadError, RequestError, StoreError
 from kserve.key import digest_of
 from kserve.protocol import Pending, Resolved
 from kserve.store.files import FileStore
@@ -129,21 +129,9 @@ def _wait_for_the_end(settings: Settings) -> None:
 def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline: float) -> list[list[Resolved]]:
     """One request, repeated while sources are missing or builds are running."""
     found = [catalog.find(wish.name, here.settings) for wish in wanted]
-    for wish, item in zip(wanted, found, strict=True):  # the client's own check, for the message
-        item.definition.resolve_target(item.entry, parse_target(wish.target))
-        item.definition.specialise(item.entry, wish.spec)
-    environment = environment_of_process()
-    requests = [
-        protocol.kernel_request(
-            wish.name,
-            files=item.digests,
-            spec=wish.spec,
-            target=wish.target,
-            environment=environment,
-            build=not here.settings.no_build,
-        )
-        for wish, item in zip(wanted, found, strict=True)
-    ]
+    if not connection.is_open and not listens(here.settings.socket):  # no daemon is started for a wish it would refuse
+        _check(wanted, found)
+    requests = _requests(here, wanted, found)
     contents = {digest_of(content): content for item in found for content in item.files.values()}
     began = time.monotonic()
     while True:
@@ -156,13 +144,37 @@ def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline:
         if missing:
             continue
         results = [protocol.read_result(result) for result in plain]
-        for result in results:
-            if isinstance(result, KserveError):
-                raise result
+        _raise_first(wanted, found, results)
         pending = [(wish, result) for wish, result in zip(wanted, results, strict=True) if isinstance(result, Pending)]
         if not pending:
             return [result for result in results if isinstance(result, list)]
         _wait_on(pending, began=began, deadline=deadline)
+
+
+def _check(wanted: list[Wanted], found: list[catalog.Found]) -> None:
+    for wish, item in zip(wanted, found, strict=True):
+        item.check(wish.spec, wish.target)
+
+
+def _requests(here: _Session, wanted: list[Wanted], found: list[catalog.Found]) -> list[dict[str, Any]]:
+    environment, build = environment_of_process(), not here.settings.no_build
+    return [
+        protocol.kernel_request(
+            wish.name, files=item.digests, spec=wish.spec, target=wish.target, environment=environment, build=build
+        )
+        for wish, item in zip(wanted, found, strict=True)
+    ]
+
+
+def _raise_first(
+    wanted: list[Wanted], found: list[catalog.Found], results: list[list[Resolved] | Pending | KserveError]
+) -> None:
+    """Raise the first error among the results; one about the wish with this machine's paths, where it can be seen here."""
+    for wish, item, result in zip(wanted, found, results, strict=True):
+        if isinstance(result, RequestError):
+            item.check(wish.spec, wish.target)
+        if isinstance(result, KserveError):
+            raise result
 
 
 def _wait_on(pending: list[tuple[Wanted, Pending]], *, began: float, deadline: float) -> None:

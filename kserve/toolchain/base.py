@@ -115,9 +115,9 @@ def job_from_json(plain: dict[str, Any]) -> Job:
     return Job(**{**plain, "arguments": tuple(JobArgument(**argument) for argument in plain["arguments"])})
 
 
-def stamp(path: Path) -> list[int]:
+def stamp(path: str) -> list[int]:
     """Size, modification time in ns and inode: a file that was changed has another stamp."""
-    found = path.stat()
+    found = os.stat(path)  # noqa: PTH116 - a thousand of them a look: half the time without a Path
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
@@ -130,15 +130,13 @@ def fingerprint_files(name: str, version: str, *, root: Path, files: Iterable[Pa
     hasher = hashlib.sha256()
     stamps = {}
     for path in sorted(files):
-        stamps[str(path)] = stamp(path)
+        stamps[str(path)] = stamp(str(path))
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         hasher.update(f"{path.relative_to(root).as_posix()}\0{digest}\n".encode())
     if not stamps:
         raise ToolchainMissing(f"no files of {name} {version} were found under {root}")
-    for directory in map(Path, search):
-        if directory.is_dir():
-            stamps[str(directory)] = stamp(directory)
+    stamps |= {directory: stamp(directory) for directory in search}
     return Fingerprint(name, version, hasher.hexdigest(), stamps)
 
 

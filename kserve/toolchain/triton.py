@@ -27,6 +27,8 @@ from kserve.toolchain.base import (
 _IMPORTS = ("triton", "math", "__future__")
 # LLVM fails on others without naming them. CDNA 2 to 4, RDNA 3 and 4: the ones Triton's AMD back end has cases for.
 _HIP_ARCHES = frozenset({"gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201"})
+# Parts of the package that no compile reads: bytecode, headers of the launcher, the profiler.
+_NOT_COMPILER = {"__pycache__", "include", "profiler", "libproton.so"}
 _WARP_SIZE = {"cuda": 32, "hip": 64}
 _AMD_RESOURCES = {
     "registers": r"\.vgpr_count:\s+(\d+)",
@@ -61,8 +63,7 @@ class TritonToolchain:
 
     def fingerprint(self) -> Fingerprint:
         root = Path(self._triton.__file__).parent
-        files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-        files = [path for path in files if not path.is_relative_to(root / "profiler") and path.name != "libproton.so"]
+        files = [path for path in root.rglob("*") if path.is_file() and not _NOT_COMPILER & {*path.relative_to(root).parts}]
         return fingerprint_files("triton", self.version, root=root, files=files, search=usable_search_path(sys.path))
 
     def build(self, job: Job) -> tuple[Built, bytes]:

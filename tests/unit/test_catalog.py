@@ -26,14 +26,14 @@ def renamed(name: str) -> str:
 def test_an_entry_is_found_with_its_files(settings, kernels):
     folder = write_cuda(kernels / "mine")
     found = find("scale", settings)
-    assert (found.folder, found.entry.name, found.definition.language) == (folder, "scale", "cuda")
+    assert (found.folder, found.name) == (folder, "scale")
     assert found.files == {"kernel.cu": CUDA_SOURCE.encode(), "kernel.toml": CUDA_TOML.encode()}
     assert found.digests == {name: sha256(content).hexdigest() for name, content in found.files.items()}
 
 
 @pytest.mark.parametrize("name", ["fused_norm_residual", "realspace_fwd", "realspace_bwd"])
 def test_the_built_in_kernels_are_found_without_any_setting(name):
-    assert find(name, Settings()).entry.name == name
+    assert find(name, Settings()).name == name
 
 
 def test_every_built_in_definition_is_sound():
@@ -68,7 +68,7 @@ def test_an_entry_is_found_by_its_own_name_and_not_by_its_folders(settings, kern
 @pytest.mark.parametrize("quoted", ["'scale'", '"""scale"""'])
 def test_a_name_may_be_written_any_way_toml_allows(settings, kernels, quoted):
     write_cuda(kernels / "mine", toml=CUDA_TOML.replace('"scale"', quoted, 1))
-    assert find("scale", settings).entry.name == "scale"
+    assert find("scale", settings).name == "scale"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(settings, kernels):
@@ -102,7 +102,7 @@ def test_a_broken_folder_does_not_hide_the_others(settings, kernels, content):
 def test_a_broken_definition_is_named_by_its_file(settings, kernels):
     write_cuda(kernels / "mine", toml=CUDA_TOML.replace("schema = 1", "schema = 7"))
     with pytest.raises(InvalidDefinition) as caught:
-        find("scale", settings)
+        find("scale", settings).check({}, "sm_90")
     assert str(kernels / "mine" / "kernel.toml") in caught.value.message
 
 
