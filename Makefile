@@ -41,4 +41,5 @@ size:
 	@git ls-files 'kserve/*.py' | xargs wc -l | sort -n
 
 clean:
+	-$(BIN)/python -m kserve down
 	rm -rf $(VENV) cache/store .mypy_cache .ruff_cache .pytest_cache

@@ -241,8 +241,15 @@ def private_directory(path: Path) -> Path:
             f"directory {path} cannot be made: {error.strerror}",
             hint="set KSERVE_STORE and KSERVE_RUNTIME_DIR to directories this user can write to",
         ) from None
-    refuse_foreign(path, found, uid=os.getuid())
+    refuse_foreign(path, found, uids=frozenset({os.getuid()}))
     return path
+
+
+def private_runtime(socket: Path) -> Path:
+    """The socket's directory and the two above it, each made and checked: one made by the way would have the umask's mode."""
+    for directory in (socket.parent.parent.parent, socket.parent.parent, socket.parent):
+        private_directory(directory)
+    return socket.parent
 
 
 def listens(path: Path) -> bool:
@@ -257,13 +264,13 @@ def listens(path: Path) -> bool:
         return True
 
 
-def refuse_foreign(path: Path, found: os.stat_result, *, uid: int) -> None:
-    """Raises ForeignPeer unless `path` belongs to `uid`, is a real directory and only its owner can write to it."""
+def refuse_foreign(path: Path, found: os.stat_result, *, uids: frozenset[int]) -> None:
+    """Raises ForeignPeer unless `path` belongs to one of `uids`, is a real directory and only its owner can write to it."""
     reason = ""
     if not stat.S_ISDIR(found.st_mode):
         reason = "it is not a directory"
-    elif found.st_uid != uid:
-        reason = f"it belongs to uid {found.st_uid}, this process is uid {uid}"
+    elif found.st_uid not in uids:
+        reason = f"it belongs to uid {found.st_uid}, this process is uid {os.getuid()}"
     elif found.st_mode & 0o022:
         reason = f"others can write to it (mode {stat.S_IMODE(found.st_mode):04o})"
     if reason:
@@ -304,23 +311,28 @@ def daemon_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in kept or name.startswith("KSERVE_")}
 
 
+# The part of a worker's environment that is the same everywhere; Triton's options among it are part of its fingerprint.
+WORKER_CONSTANTS = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONHASHSEED": "0",
+    "CUDA_CACHE_DISABLE": "1",
+    "TRITON_DISABLE_LINE_INFO": "1",
+    "TRITON_DUMP_PTXAS_LOG": "1",
+}
+
+
 def worker_environment(python_path: list[str], scratch: Path) -> dict[str, str]:
     """The whole environment of a worker process: nothing of the daemon's or a caller's leaks into a build.
 
     Vendors' hidden caches are off; Triton writes no line table, which would hold paths, and prints the assembler's report.
     """
+    places = {"HOME": scratch, "TMPDIR": scratch, "TRITON_CACHE_DIR": scratch / "triton"}
     return {
-        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        "LANG": "C.UTF-8",
-        "HOME": str(scratch),
-        "TMPDIR": str(scratch),
+        **WORKER_CONSTANTS,
+        **{name: str(place) for name, place in places.items()},
         "PYTHONPATH": os.pathsep.join(python_path),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONHASHSEED": "0",
-        "CUDA_CACHE_DISABLE": "1",
-        "TRITON_DISABLE_LINE_INFO": "1",
-        "TRITON_DUMP_PTXAS_LOG": "1",
-        "TRITON_CACHE_DIR": str(scratch / "triton"),
     }
 
 

@@ -24,7 +24,8 @@ BUILDS = "/v1/builds"
 ARTIFACTS = "/v1/artifacts"
 SHUTDOWN = "/v1/shutdown"
 
-ORIGINS = ("built", "joined", "disk", "remote", "memo")
+# Where a kernel came from, the most expensive first: several variants are described by the worst of theirs.
+ORIGINS = ("built", "joined", "remote", "disk", "memo")
 
 
 class Resolved(NamedTuple):

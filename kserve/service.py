@@ -17,7 +17,16 @@ from kserve.build.pool import Environment, Pool
 from kserve.build.staging import Staging
 from kserve.config import Settings
 from kserve.definition import KernelDef
-from kserve.errors import CorruptArtifact, DaemonEnding, InvalidDefinition, NotBuilt, StoreError, UnknownKernel, closest
+from kserve.errors import (
+    BuildError,
+    CorruptArtifact,
+    DaemonEnding,
+    InvalidDefinition,
+    NotBuilt,
+    StoreError,
+    UnknownKernel,
+    closest,
+)
 from kserve.kernel_toml import read_definition
 from kserve.key import canonical_json, digest_of
 from kserve.outline import FILE_NAME
@@ -92,11 +101,11 @@ class KernelService:
         began = time.monotonic()
         await asyncio.wait({planning}, timeout=max(wait_s, _PLANNING_S))
         if not planning.done():  # a toolchain is being loaded: it goes on
-            return Pending("toolchain", time.monotonic() - began, self.pool.n_queued)
+            return Pending("toolchain", time.monotonic() - began, 0)
         return await self._answer(request, planning.result(), client=client, wait_s=wait_s)
 
     async def _answer(self, request: KernelRequest, plans: list[Plan], *, client: str, wait_s: float) -> Answer:
-        owed = {plan.key: self.leases.collect(plan.key, client) for plan in plans}
+        owed = {key: self.leases.collect(key, client) for key in {plan.key for plan in plans}}
         for plan in plans:
             self.leases.check(plan.key)
         found = [self._lookup(plan, client, owed[plan.key]) or self._lease(plan, request, client) for plan in plans]
@@ -107,7 +116,7 @@ class KernelService:
         if not all(task.done() for task in tasks):
             for lease in leases:
                 lease.owed.add(client)
-            return Pending(leases[0].id, leases[0].elapsed_s, self.pool.n_queued)
+            return Pending(leases[0].id, leases[0].elapsed_s, self.leases.n_ahead(leases[0]))
         return [_outcome(item, client) if isinstance(item, Lease) else item for item in found]
 
     async def _plan(self, request: KernelRequest) -> list[Plan]:
@@ -159,7 +168,7 @@ class KernelService:
         if not request.build:
             raise NotBuilt(
                 f"{plan.name} for {plan.target} is not in the store and the caller forbids builds (KSERVE_NO_BUILD)",
-                facts={"key": plan.key, "spec": str(plan.spec)},
+                facts={"key": plan.key, "spec": canonical_json(plan.spec)},
             )
         lease = self.leases.new(key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client)
         return self.leases.start(lease, lambda held: self._build(held, plan, request.environment))
@@ -171,6 +180,7 @@ class KernelService:
         lease.log = staging.log
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
+            await self._check_compiler(plan, environment)
             manifest = self._publish(plan, _built(built), staging, seconds=lease.elapsed_s)
             self.counters["built"] += 1
             logger.info(
@@ -178,14 +188,20 @@ class KernelService:
                 *(plan.key[:12], plan.name, plan.target, plan.variant, lease.elapsed_s, manifest.size_bytes),
             )
             return manifest
-        except Exception as error:
+        except BuildError as error:
             self.counters["failed"] += 1
-            logger.warning("failed key=%s name=%s target=%s error=%s", plan.key[:12], plan.name, plan.target, error)
-            raise
+            logger.warning("failed key=%s name=%s target=%s error=%s", plan.key[:12], plan.name, plan.target, error.message)
+            raise _named(error, plan) from error
         finally:
             log = staging.log()
             lease.log = lambda: log
             staging.remove()
+
+    async def _check_compiler(self, plan: Plan, environment: Environment) -> None:
+        """The job may have waited for minutes. Raises: BuildError when the key's compiler is not the installed one any more."""
+        now = await self.fingerprints.of(plan.job.language, environment, look_again=True)
+        if now.files != plan.components["toolchain.files"]:
+            raise BuildError(f"{plan.name} is not kept: its compiler was replaced during the build", hint="call again")
 
     def _source(self, name: str, digest: str) -> bytes:
         content = self._get(f"source/{digest}")
@@ -240,7 +256,8 @@ class KernelService:
 
     def payload(self, manifest: Manifest) -> bytes | None:
         """The verified binary; without it the manifest is worth nothing and is dropped."""
-        content = self._get(f"payload/{manifest.digest}")
+        name = f"payload/{manifest.digest}"
+        content = self._memory.get(name) or self.store.get(name)  # a StoreError reaches the caller: unreadable is not gone
         if content is None:
             logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
             try:
@@ -263,8 +280,11 @@ class KernelService:
 
     def manifests(self) -> list[Manifest]:
         """Every readable manifest of the store."""
-        keys = {*self.store.keys("manifest"), *self._memory.keys("manifest")}
-        return [manifest for key in sorted(keys) if (manifest := self.manifest(key)) is not None]
+        return [manifest for key in self.artifact_keys() if (manifest := self.manifest(key)) is not None]
+
+    def artifact_keys(self) -> list[str]:
+        """The keys of every artifact, in order."""
+        return sorted({*self.store.keys("manifest"), *self._memory.keys("manifest")})
 
     def _get(self, name: str) -> bytes | None:
         found = self._memory.get(name)
@@ -309,6 +329,12 @@ def _outcome(lease: Lease, client: str) -> Resolved:
         raise lease.error
     assert lease.task is not None
     return Resolved(lease.task.result(), lease.origin_for(client), lease.seconds)
+
+
+def _named(error: BuildError, plan: Plan) -> BuildError:
+    """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
+    facts = {"spec": canonical_json(plan.spec), "key": plan.key, **error.facts}
+    return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)
 
 
 def _mark_running(lease: Lease) -> None:

@@ -6,6 +6,7 @@ the size, time and inode of every file it was made of, and holds while all of th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -32,30 +33,46 @@ class Fingerprints:
         self._pool = pool
         self._known: dict[str, dict[str, Any]] = {}
         self._trusted_until: dict[str, float] = {}
+        self._loading: dict[str, asyncio.Task[Fingerprint]] = {}
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(path.read_text())
             self._known = found if isinstance(found, dict) else {}
 
-    async def of(self, language: str, environment: Environment) -> Fingerprint:
+    async def of(self, language: str, environment: Environment, *, look_again: bool = False) -> Fingerprint:
         """The fingerprint of that compiler as it is installed now.
 
+        Args:
+            look_again: look at the files even if that was done a moment ago.
         Raises: ToolchainMissing, BuildTimeout; ProtocolMismatch when the caller has imported another version.
         """
         place = json.dumps([language, environment.python, environment.python_path])
-        found = self._remembered(place)
-        if found is None:
-            if place in self._known:
-                self._pool.retire(language, environment)
-            worker = await self._pool.worker(language, environment)
-            found = worker.fingerprint.result()
-            self._known[place] = found._asdict()
-            self._save()
+        if look_again:
+            self._trusted_until.pop(place, None)
+        found = self._remembered(place) or await self._loaded(place, language, environment)
         imported = dict(environment.loaded).get(language)
         if imported is not None and imported.partition("+")[0] != found.version.partition("+")[0]:
             raise ProtocolMismatch(
                 f"this process has imported {language} {imported}, but {environment.python} would compile with {found.version}",
                 hint="restart the process: the package was changed under it",
             )
+        return found
+
+    async def _loaded(self, place: str, language: str, environment: Environment) -> Fingerprint:
+        """One load a place, however many ask: a second one would retire the worker of the first."""
+        task = self._loading.get(place)
+        if task is None:
+            task = self._loading[place] = asyncio.create_task(self._load(place, language, environment))
+            task.add_done_callback(lambda done: (self._loading.pop(place, None), done.cancelled() or done.exception()))
+        return await asyncio.shield(task)
+
+    async def _load(self, place: str, language: str, environment: Environment) -> Fingerprint:
+        if place in self._known:
+            self._pool.retire(language, environment)
+        worker = await self._pool.worker(language, environment)
+        found = worker.fingerprint.result()
+        self._known[place] = found._asdict()
+        self._trusted_until[place] = time.monotonic() + _TRUSTED_S
+        self._save()
         return found
 
     def _remembered(self, place: str) -> Fingerprint | None:

@@ -37,6 +37,7 @@ class Lease:
         self.state = "queued"
         self.asked_at = time.time()
         self.seconds = 0.0
+        self.ended_at = 0.0
         self.error: KserveError | None = None
         self.log: Callable[[], str] = str
         self.task: asyncio.Task[Manifest] | None = None
@@ -51,7 +52,8 @@ class Lease:
         return self.seconds if self.state in ("done", "failed") else time.monotonic() - self._began
 
     def end(self, error: KserveError | None) -> None:
-        self.seconds = time.monotonic() - self._began
+        self.ended_at = time.monotonic()
+        self.seconds = self.ended_at - self._began
         self.state, self.error = ("failed", error) if error else ("done", None)
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +146,14 @@ class Leases:
         if lease is None or client not in lease.owed:
             return None
         lease.owed.discard(client)
-        return lease
+        is_stale = lease.error is not None and time.monotonic() > lease.ended_at + self._failure_memory_s
+        return None if is_stale else lease
+
+    def n_ahead(self, lease: Lease) -> int:
+        """Builds that wait in front of it."""
+        if lease.state != "queued":
+            return 0
+        return sum(other.state == "queued" and other.asked_at < lease.asked_at for other in self.running.values())
 
     def find(self, build_id: str) -> Lease | None:
         return next((lease for lease in self.all() if lease.id == build_id), None)

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from kserve.errors import BuildError, BuildTimeout, ToolchainMissing, from_wire
 from kserve.toolchain.base import Fingerprint, Job
 
 _START_TIMEOUT_S = 120.0
+# A worker holds 100 MB and more; this many languages times environments stay loaded.
+_MOST_WORKERS = 8
 
 
 class Environment(NamedTuple):
@@ -45,6 +48,7 @@ class Worker:
         self.scratch = private_directory(scratch)
         self.n_jobs = 0
         self.dead = False
+        self._is_last = False
         self.process: asyncio.subprocess.Process | None = None
         self.fingerprint: asyncio.Future[Fingerprint] = asyncio.get_running_loop().create_future()
         self.fingerprint.add_done_callback(lambda future: future.cancelled() or future.exception())
@@ -112,7 +116,10 @@ class Worker:
     def _fail(self) -> None:
         """The worker is gone: tell everybody who waits for it."""
         self.dead = True
-        text = (self.scratch / "stderr.txt").read_text(errors="replace").strip()
+        text = ""
+        with contextlib.suppress(OSError):
+            text = (self.scratch / "stderr.txt").read_text(errors="replace").strip()
+        shutil.rmtree(self.scratch, ignore_errors=True)
         facts = {"worker": "\n" + text[-4000:]} if text else {}
         error = BuildError(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
         if not self.fingerprint.done():
@@ -141,6 +148,18 @@ class Worker:
             raise
         finally:
             self._jobs.pop(number, None)
+            if self._is_last and not self._jobs:
+                self.kill()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._jobs) or not self.fingerprint.done()
+
+    def end_after_jobs(self) -> None:
+        """Take no further jobs; end with the last one."""
+        self._is_last = True
+        if not self._jobs:
+            self.kill()
 
     def _kill(self, number: int) -> None:
         pid = self._pids.get(number)
@@ -168,6 +187,7 @@ class Pool:
         self._slots = asyncio.Semaphore(settings.jobs)
         self._workers: dict[tuple[str, str, tuple[str, ...]], Worker] = {}
         self._numbers = itertools.count(1)
+        self._retired: list[Worker] = []
         self._reaper: subprocess.Popen[bytes] | None = None
         self._closing = False
         self.n_queued = 0
@@ -178,6 +198,7 @@ class Pool:
         place = (language, environment.python, environment.python_path)
         worker = self._workers.get(place)
         if worker is None or worker.dead:
+            self._make_room()
             worker = Worker(language, environment, self._scratch / f"worker-{next(self._numbers)}")
             self._workers[place] = worker
             await worker.start(on_end=lambda session: self._tell_reaper(f"-{session}"))
@@ -192,10 +213,21 @@ class Pool:
         return worker
 
     def retire(self, language: str, environment: Environment) -> None:
-        """Forget a worker whose toolchain changed on disk; the next call starts a fresh one."""
+        """Forget a worker whose toolchain changed on disk: it ends its jobs, the next call starts a fresh one."""
         worker = self._workers.pop((language, environment.python, environment.python_path), None)
         if worker is not None:
-            worker.kill()
+            self._retired.append(worker)
+            worker.end_after_jobs()
+
+    def _make_room(self) -> None:
+        """Retire workers without jobs, the oldest first, while there are too many."""
+        for place, worker in list(self._workers.items()):
+            if len(self._workers) < _MOST_WORKERS:
+                return
+            if not worker.is_busy:
+                del self._workers[place]
+                self._retired.append(worker)
+                worker.end_after_jobs()
 
     async def run(
         self, job: Job, environment: Environment, staging: Staging, *, on_start: Callable[[], None]
@@ -256,7 +288,9 @@ class Pool:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            living = [worker.process.pid for worker in self._workers.values() if worker.process and not worker.dead]
+            self._retired = [worker for worker in self._retired if not worker.dead]
+            workers = (*self._workers.values(), *self._retired)
+            living = [worker.process.pid for worker in workers if worker.process and not worker.dead]
             line = "\n".join(f"+{session}" for session in living)
         assert self._reaper.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # closed, or killed this instant: the next call starts another
@@ -266,7 +300,7 @@ class Pool:
     async def close(self) -> None:
         """Kill every worker and everything they started."""
         self._closing = True
-        for worker in self._workers.values():
+        for worker in (*self._workers.values(), *self._retired):
             worker.kill()
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()

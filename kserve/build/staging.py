@@ -9,6 +9,7 @@ log.txt   everything the compiler printed
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -45,10 +46,11 @@ class Staging:
     def log(self) -> str:
         """What the compiler printed so far: the end of it when it is very long."""
         try:
-            content = (self.root / LOG_NAME).read_bytes()
-        except FileNotFoundError:
+            with (self.root / LOG_NAME).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LONGEST_LOG))
+                return file.read(_LONGEST_LOG).decode(errors="replace")
+        except OSError:
             return ""
-        return content[-_LONGEST_LOG:].decode(errors="replace")
 
     def result(self) -> dict[str, Any] | None:
         """The worker's answer, or None when it died before it wrote one."""

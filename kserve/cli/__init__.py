@@ -13,10 +13,11 @@ from kserve import protocol
 from kserve.catalog import every_entry
 from kserve.cli import cache
 from kserve.cli.show import fields, say, table
-from kserve.client.connection import Connection, log_path, start_daemon, wait_until_up
+from kserve.client.connection import Connection
 from kserve.client.launch import Kernel
 from kserve.client.resolve import Wanted, resolve
-from kserve.config import load_settings, private_directory
+from kserve.client.start import fork_orphan, log_path, start_daemon
+from kserve.config import Settings, load_settings
 from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError, ToolchainMissing
 
 _DOWN_TIMEOUT_S = 10.0
@@ -35,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_status
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stdout = None  # or the interpreter would try to flush it
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,8 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kserve {kserve.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    up = _command(commands, "up", _up, "run the daemon (in the foreground)", json_flag=False)
+    up = _command(commands, "up", _up, "run the daemon (in the foreground)")
     up.add_argument("--detach", action="store_true", help="run it in the background and return when it answers")
+    up.add_argument("--orphan", action="store_true", help=argparse.SUPPRESS)
     up.add_argument("--idle", type=float, metavar="SECONDS", help="end after this long without a request; 0 for never")
 
     _command(commands, "down", _down, "end the daemon, running builds included")
@@ -74,17 +79,11 @@ def _up(arguments: argparse.Namespace) -> int:
         raise RequestError(f"--idle cannot be {arguments.idle}", facts={"allowed": "seconds, or 0 for never"})
     settings = load_settings({"idle_s": idle_s})
     if arguments.detach:
-        private_directory(settings.socket.parent)
-        try:
-            running = Connection(settings).call("GET", protocol.STATUS)
-        except DaemonUnreachable:
-            child = start_daemon(settings, idle_s=settings.idle_s)
-            wait_until_up(settings, child)
-            running = Connection(settings).call("GET", protocol.STATUS)
-            say(f"kserve {running['version']} is up: pid {running['pid']}, log {log_path(settings)}")
-        else:
-            say(f"kserve {running['version']} is up already: pid {running['pid']}")
-        return 0
+        return _up_detached(arguments, settings)
+    if arguments.orphan:
+        status = fork_orphan(settings)
+        if status is not None:
+            return status
     try:
         from kserve.server import daemon
     except ImportError as error:
@@ -93,6 +92,19 @@ def _up(arguments: argparse.Namespace) -> int:
         ) from None
     daemon.run(settings)
     return 0
+
+
+def _up_detached(arguments: argparse.Namespace, settings: Settings) -> int:
+    word = "is up already"
+    connection = Connection(settings)
+    try:
+        running = connection.call("GET", protocol.STATUS)
+    except DaemonUnreachable:
+        word = "is up"
+        start_daemon(settings, idle_s=settings.idle_s)
+        running = connection.call("GET", protocol.STATUS)
+    text = f"kserve {running['version']} {word}: pid {running['pid']}, log {log_path(settings)}"
+    return _report(arguments, {"pid": running["pid"], "version": running["version"], "started": word == "is up"}, text)
 
 
 def _down(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from kserve import protocol
 from kserve.cli.show import fields, say, table
 from kserve.client.connection import Connection
 from kserve.config import load_settings
+from kserve.errors import RequestError
 
 
 def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
@@ -43,13 +44,17 @@ def _ls(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     found = Connection(load_settings()).call("GET", f"{protocol.ARTIFACTS}/{quote(arguments.key, safe='')}", start=True)
     manifest, attachments = found["manifest"], found["attachments"]
-    for kind in ("log", "ptx"):
-        if getattr(arguments, kind):
-            say(attachments.get(kind) or "")
-            return 0
     if arguments.json:
         say(json.dumps(found, indent=2))
         return 0
+    for kind in ("log", "ptx"):
+        if getattr(arguments, kind):
+            if kind not in attachments:
+                raise RequestError(
+                    f"{manifest['name']} for {manifest['target']} has no {kind}", facts={"has": ", ".join(attachments)}
+                )
+            say(attachments[kind] or "")
+            return 0
     contract = manifest["contract"]
     parameters = [f"{p['name']}: {p['dtype'] or p['kind']}{_facts(p)}" for p in contract["params"]]
     head = {

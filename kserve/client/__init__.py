@@ -10,11 +10,11 @@ from typing import Any
 
 from kserve.client.launch import Kernel
 from kserve.client.loader import driver
-from kserve.errors import LoadError, UnsupportedTarget
+from kserve.errors import InvalidSpec, LoadError, UnsupportedTarget
 
 __all__ = ["Kernel", "forget", "get_kernel", "get_kernels"]
 
-_memo: dict[Any, Kernel] = {}
+_memo: dict[Any, tuple[Kernel, list[type]]] = {}
 
 
 def get_kernel(name: str, *, target: str | None = None, timeout_s: float | None = None, **spec: Any) -> Kernel:
@@ -34,13 +34,14 @@ def get_kernel(name: str, *, target: str | None = None, timeout_s: float | None 
     try:
         place = (name, target or driver().current_device(), *spec.items())
         found = _memo.get(place)
-        if found is not None:
-            return found
+        # True, 1 and 1.0 are one key of a dictionary, and three different wishes.
+        if found is not None and found[1] == [*map(type, spec.values())]:
+            return found[0]
     except (TypeError, LoadError):  # an unhashable value, or no driver: the long road names it
         place = None
     kernel = _resolve([(name, spec)], target, timeout_s)[0]
     if place is not None:
-        _memo[place] = kernel.as_memo()
+        _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
     return kernel
 
 
@@ -57,7 +58,8 @@ def get_kernels(
     kernels = _resolve(wanted, target, timeout_s)
     for (name, spec), kernel in zip(wanted, kernels, strict=True):
         try:
-            _memo.setdefault((name, target or driver().current_device(), *spec.items()), kernel.as_memo())
+            place = (name, target or driver().current_device(), *spec.items())
+            _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
         except (TypeError, LoadError):
             continue
     return kernels
@@ -68,6 +70,9 @@ def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeo
 
     if not wanted:
         return []
+    for name, _ in wanted:
+        if not isinstance(name, str) or not isinstance(target, str | None):
+            raise InvalidSpec(f"a kernel's name and target are texts, not {name!r} and {target!r}")
     if target is None:
         try:
             found = driver()

@@ -14,6 +14,8 @@ from kserve.client.loader import driver
 from kserve.errors import LaunchError
 from kserve.spec import DTYPES, SCALARS, is_bool
 
+_LEGACY_STREAM = 1  # what the interface calls the default stream, 0 to the driver
+
 
 class Passed(NamedTuple):
     """An argument, read.
@@ -94,7 +96,8 @@ def _array(kernel: str, param: Param, argument: object, interface: dict[str, Any
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(argument, cupy.ndarray):
         return Passed(pointer, device, cupy.cuda.get_current_stream().ptr)
-    return Passed(pointer, device, interface.get("stream"))
+    stream = interface.get("stream")
+    return Passed(pointer, device, 0 if stream == _LEGACY_STREAM else stream)
 
 
 def _is_contiguous(interface: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""HTTP over the daemon's unix socket, and the start of a daemon where there is none.
+"""HTTP over the daemon's unix socket.
 
 Nothing is sent before both sides know each other: the socket's directory belongs to this user alone, and the process behind
 the socket runs under a trusted uid.
@@ -6,28 +6,22 @@ the socket runs under a trusted uid.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import http.client
 import json
 import os
 import socket
 import struct
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kserve
 from kserve import protocol
-from kserve.config import Settings, daemon_environment, listens, private_directory, python_command, refuse_foreign
+from kserve.client.start import log_path, start_daemon
+from kserve.config import Settings, refuse_foreign
 from kserve.errors import DaemonEnding, DaemonUnreachable, ForeignPeer, ProtocolMismatch, ServiceError, from_wire
 
 # A living daemon answers in under 10 ms, also beside four compilers; one that does not within this is hung.
 _HEALTH_TIMEOUT_S = 2.0
-_START_TIMEOUT_S = 30.0
 _SLACK_S = 30.0
 # A client without autostart builds in a child that serves until it was idle for this long.
 _EMBEDDED_IDLE_S = 2.0
@@ -62,6 +56,7 @@ class Connection:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._trusted = frozenset({os.getuid(), *settings.trusted_uids})
         self._http: _UnixConnection | None = None
 
     @property
@@ -109,27 +104,32 @@ class Connection:
         raise AssertionError("unreachable")
 
     def _connected(self, *, start: bool) -> _UnixConnection:
-        if self._http is not None:
-            return self._http
-        try:
-            self._http = self._open()
-        except (FileNotFoundError, ConnectionRefusedError):
-            if not start:
-                raise self._unreachable("is not running") from None
-            self._start()
-            self._http = self._open()
+        if self._http is None:
+            self._http = self._open_if_there()
+        if self._http is None and start:
+            idle_s = self._settings.idle_s if self._settings.autostart else _EMBEDDED_IDLE_S
+            start_daemon(self._settings, idle_s=idle_s)
+            self._http = self._open_if_there()
+        if self._http is None:
+            raise self._unreachable("is not running")
         return self._http
+
+    def _open_if_there(self) -> _UnixConnection | None:
+        try:
+            return self._open()
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
 
     def _open(self) -> _UnixConnection:
         """Connect, check who is there, and that it lives and speaks our protocol."""
         path = self._settings.socket
         try:
-            refuse_foreign(path.parent, path.parent.lstat(), uid=os.getuid())
+            refuse_foreign(path.parent, path.parent.lstat(), uids=self._trusted)
         except FileNotFoundError:
             pass  # connecting says the same
         except PermissionError:
             raise ForeignPeer(f"directory {path.parent} is refused: this user (uid {os.getuid()}) cannot enter it") from None
-        connection = _UnixConnection(path, frozenset({os.getuid(), *self._settings.trusted_uids}))
+        connection = _UnixConnection(path, self._trusted)
         try:
             connection.connect()
             connection.request("GET", protocol.HEALTH)
@@ -150,18 +150,6 @@ class Connection:
             raise
         return connection
 
-    def _start(self) -> None:
-        """Start a daemon and wait for its socket. One client at a time; the others find it when it is up."""
-        settings = self._settings
-        folder = settings.socket.parent
-        for directory in (folder.parent.parent, folder.parent, folder):
-            private_directory(directory)
-        with _held(folder / "start.lock"):
-            if listens(settings.socket):
-                return
-            idle_s = settings.idle_s if settings.autostart else _EMBEDDED_IDLE_S
-            wait_until_up(settings, start_daemon(settings, idle_s=idle_s))
-
     def _unreachable(self, what: str) -> DaemonUnreachable:
         return DaemonUnreachable(
             f"the kserve daemon of store {self._settings.store} {what}",
@@ -173,60 +161,6 @@ class Connection:
         if self._http is not None:
             self._http.close()
             self._http = None
-
-
-def log_path(settings: Settings) -> Path:
-    """Where a daemon that was started in the background writes its log."""
-    return settings.socket.parent / "daemon.log"
-
-
-def start_daemon(settings: Settings, *, idle_s: float) -> subprocess.Popen[bytes]:
-    """Start a daemon in the background: its own session, a clean environment, no descriptor of ours."""
-    command = python_command(sys.executable, "kserve.cli", "up", "--idle", str(idle_s))
-    environment = daemon_environment()
-    environment.update(KSERVE_STORE=str(settings.store), KSERVE_RUNTIME_DIR=str(settings.runtime_dir))
-    descriptor = os.open(log_path(settings), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=descriptor,
-            cwd="/",
-            env=environment,
-            start_new_session=True,
-        )
-    finally:
-        os.close(descriptor)
-    return child
-
-
-def wait_until_up(settings: Settings, child: subprocess.Popen[bytes]) -> None:
-    """Wait until the child serves its socket.
-
-    Raises: DaemonUnreachable with the end of its log when it ends first, or takes too long.
-    """
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not listens(settings.socket):
-        ended = child.poll() is not None
-        if ended or time.monotonic() > deadline:
-            text = log_path(settings).read_text(errors="replace").strip()[-2000:]
-            raise DaemonUnreachable(
-                f"a kserve daemon for store {settings.store} could not be started",
-                facts={"why": text.replace("\n", "\n             ") or f"no answer in {_START_TIMEOUT_S:.0f} s"},
-            )
-        time.sleep(0.005)
-    child.returncode = 0  # it is on its own from here: nobody waits for it, and that is no mistake to warn of
-
-
-@contextlib.contextmanager
-def _held(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _error_of(status: int, content: bytes) -> Exception:

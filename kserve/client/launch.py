@@ -102,6 +102,11 @@ class Kernel:
         import cupy
 
         artifact = self._roads.artifacts[-1]
+        if any(param.kind == "scratch" for param in artifact.manifest.contract.params):
+            raise LoadError(
+                f"{self.name} cannot be a cupy.RawKernel: its compiler added parameters that CuPy would not pass",
+                hint="call the kernel itself: it takes CuPy arrays",
+            )
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(artifact.payload)
             file.flush()

@@ -26,7 +26,6 @@ from kserve.target import parse_target
 _PATIENCE_S = 2.0
 _ATTEMPTS = 10
 _ENDING_S = 1.0
-_WORST_ORIGIN = ("built", "joined", "remote", "disk", "memo")
 
 
 class Wanted(NamedTuple):
@@ -56,8 +55,10 @@ class _Session:
             connection = Connection(self.settings)
         try:
             yield connection
-        finally:
-            self._idle.append(connection)
+        except BaseException:  # whatever state it is in, nobody else gets it
+            connection.close()
+            raise
+        self._idle.append(connection)
 
     def close(self) -> None:
         while self._idle:
@@ -108,11 +109,10 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
         except DaemonEnding:  # the next daemon serves what this one was asked for
             if attempt == _ATTEMPTS or time.monotonic() > deadline:
                 raise
-            connection.close()
             _wait_for_the_end(here.settings)
     kernels = []
     for variants, artifacts in zip(answers, loaded, strict=True):
-        origin = min((variant.origin for variant in variants), key=_WORST_ORIGIN.index)
+        origin = min((variant.origin for variant in variants), key=protocol.ORIGINS.index)
         device = _device_for(artifacts[0]) if load else None
         roads = Roads(artifacts, device=device)
         kernels.append(Kernel(roads, origin=origin, seconds=time.monotonic() - began))

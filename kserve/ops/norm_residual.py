@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from kserve.client import get_kernel
@@ -103,12 +105,19 @@ def _launch(
     n, hidden = x.shape
     kernel = get_kernel("fused_norm_residual", dtype="float32", hidden=hidden, training=False)
     if gamma is None:
-        gamma = torch.ones(hidden, dtype=torch.float32, device=x.device)
+        gamma = _constant(hidden, 1.0, x.device)
     if beta is None:
-        beta = torch.zeros(hidden, dtype=torch.float32, device=x.device)
+        beta = _constant(hidden, 0.0, x.device)
     out = torch.empty_like(x)
     kernel(x, residual, gamma, beta, out, n, eps)
     return out
+
+
+@lru_cache(maxsize=64)
+def _constant(hidden: int, value: float, device: torch.device) -> torch.Tensor:
+    """The affine that was left out, made once: a call stays one kernel. It never leaves this module."""
+    with torch.inference_mode(mode=False):
+        return torch.full((hidden,), value, dtype=torch.float32, device=device)
 
 
 def _check_options(dropout_p: float, *, training: bool, eps: float) -> None:

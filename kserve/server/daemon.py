@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kserve.config import Settings, listens, private_directory
+from kserve.config import Settings, listens, private_runtime
 from kserve.errors import ServiceError, StoreError
 from kserve.server.app import create_app
 from kserve.service import KernelService
@@ -61,15 +62,32 @@ def run(settings: Settings) -> None:
     """
     _set_up_log(settings.log)
     store = FileStore(settings.store, writable=True)
-    with _store_lock(settings.store, settings.socket):
+    with _store_lock(settings.store, settings.socket) as lock:
         _sweep(store)
-        listener = _listen(settings.socket)
+        _raise_descriptor_limit()
+        listener = _listen(settings)
+        ours = settings.socket.stat()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(settings, store, listener))
+                runner.run(_serve(settings, store, listener, lock))
         finally:
-            settings.socket.unlink(missing_ok=True)
+            if _is_still(settings.socket, ours):  # not the socket of a daemon that came after us
+                settings.socket.unlink()
             logger.info("ended pid=%d", os.getpid())
+
+
+def _raise_descriptor_limit() -> None:
+    """As many clients as the system allows: the soft limit is often 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(soft, 65536) if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _is_still(path: Path, known: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), known)
+    except OSError:
+        return False
 
 
 class _Server(uvicorn.Server):
@@ -80,7 +98,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(settings: Settings, store: FileStore, listener: socket.socket) -> None:
+async def _serve(settings: Settings, store: FileStore, listener: socket.socket, lock: IO[str]) -> None:
     service = KernelService(settings, store)
     trusted = frozenset({os.getuid(), *settings.trusted_uids})
     ending: list[asyncio.Task[None]] = []
@@ -104,7 +122,7 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket) 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     logger.info("listening socket=%s store=%s pid=%d", settings.socket, settings.store, os.getpid())
-    watch = asyncio.create_task(_watch(app, service, stop))
+    watch = asyncio.create_task(_watch(app, service, lock, stop))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -112,11 +130,15 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket) 
         await service.close()
 
 
-async def _watch(app: Any, service: KernelService, stop: Callable[[], None]) -> None:
-    """End the server when it has been idle for long enough."""
+async def _watch(app: Any, service: KernelService, lock: IO[str], stop: Callable[[], None]) -> None:
+    """End the server when it has been idle for long enough, or its store was removed: the next one makes a new store."""
     idle_s = service.settings.idle_s
     while True:
         await asyncio.sleep(min(1.0, idle_s / 4))
+        if not _is_still(service.store.root / "lock", os.fstat(lock.fileno())):
+            logger.error("gone store=%s", service.store.root)
+            stop()
+            return
         busy = service.leases.running or app.state.n_open
         if not busy and time.monotonic() - app.state.last_request > idle_s:
             logger.info("idle seconds=%.0f", idle_s)
@@ -124,10 +146,13 @@ async def _watch(app: Any, service: KernelService, stop: Callable[[], None]) -> 
             return
 
 
-def _listen(path: Path) -> socket.socket:
-    """Bind the socket at 0600 in directories that are ours alone. We hold the store's lock: an old socket is dead."""
-    for directory in (path.parent.parent.parent, path.parent.parent, path.parent):
-        private_directory(directory)
+def _listen(settings: Settings) -> socket.socket:
+    """Bind the socket at 0600 in directories that are ours alone. We hold the store's lock: an old socket is dead.
+
+    Trusted users, where any are named, may pass and connect; who they are is checked at each connection.
+    """
+    path = settings.socket
+    private_runtime(path)
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     previous = os.umask(0o177)
@@ -135,14 +160,18 @@ def _listen(path: Path) -> socket.socket:
         listener.bind(str(path))
     finally:
         os.umask(previous)
+    if settings.trusted_uids:
+        path.chmod(0o666)
+        for directory in (path.parent, path.parent.parent, path.parent.parent.parent):
+            directory.chmod(0o711)
     listener.listen(_BACKLOG)
     listener.setblocking(False)  # noqa: FBT003 - the standard library's signature
     return listener
 
 
 @contextlib.contextmanager
-def _store_lock(root: Path, path: Path) -> Iterator[None]:
-    """Hold the store's lock; the kernel frees it however this process ends.
+def _store_lock(root: Path, path: Path) -> Iterator[IO[str]]:
+    """Hold the store's lock, the open file; the kernel frees it however this process ends.
 
     Raises: ServiceError when another daemon holds it and serves the socket at `path`, or does not end.
     """
@@ -164,7 +193,7 @@ def _store_lock(root: Path, path: Path) -> Iterator[None]:
         file.truncate()
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        yield file
 
 
 def _locked(file: IO[str]) -> bool:
@@ -181,7 +210,8 @@ def _sweep(store: FileStore) -> None:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         else:
-            entry.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                entry.unlink()
 
 
 def _set_up_log(level: str) -> None:

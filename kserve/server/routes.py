@@ -59,7 +59,7 @@ async def status(request: Request, service: Service) -> dict[str, Any]:
         "store": {
             "path": str(service.store.root),
             "size_bytes": await asyncio.to_thread(service.store.size_bytes),
-            "n_artifacts": len(list(service.store.keys("manifest"))),
+            "n_artifacts": len(service.artifact_keys()),
             "n_quarantined": service.store.n_quarantined,
             "degraded": service.degraded,
         },
@@ -172,7 +172,7 @@ async def payload(key: KeyPrefix, service: Service) -> Response:
 
 
 def _find(service: KernelService, prefix: str) -> Manifest:
-    keys = [prefix] if len(prefix) == 64 else [key for key in service.store.keys("manifest") if key.startswith(prefix)]
+    keys = [prefix] if len(prefix) == 64 else [found for found in service.artifact_keys() if found.startswith(prefix)]
     if len(keys) > 1:
         raise RequestError(f"{len(keys)} artifacts begin with {prefix!r}", facts={"keys": ", ".join(sorted(keys)[:5])})
     manifest = service.manifest(keys[0]) if keys else None

@@ -6,6 +6,7 @@
     quarantine/                   damaged records, kept for a look
     tmp/                          unfinished writes and the workers' staging directories
     lock                          held by the daemon for its life
+    KSERVE_STORE                  says that this directory is a store
 
 A record is written to `tmp/`, synced and renamed, so a reader sees all of it or nothing. No path inside is absolute: the
 directory can be moved, copied or mounted read-only.
@@ -21,6 +22,8 @@ from pathlib import Path
 from kserve.config import private_directory
 from kserve.errors import StoreError
 from kserve.store.base import KINDS, check_content, checked, checked_kind, matches
+
+MARKER = "KSERVE_STORE"
 
 
 class FileStore:
@@ -39,6 +42,7 @@ class FileStore:
         self.n_quarantined = 0
         if writable:
             private_directory(root)
+            _claim(root)
             for name in (*KINDS, "quarantine", "tmp"):
                 private_directory(root / name)
 
@@ -52,6 +56,9 @@ class FileStore:
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
+            return None
+        except IsADirectoryError:  # no record, whoever made it
+            self.quarantine(name)
             return None
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from None
@@ -95,7 +102,7 @@ class FileStore:
 
     def keys(self, kind: str) -> Iterator[str]:
         for directory in sorted((self.root / checked_kind(kind)).glob("??")):
-            names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+            names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
             for digest in (name.removesuffix(".json") for name in names):
                 with contextlib.suppress(ValueError):  # a file that is no record
                     if self.path(f"{kind}/{digest}").name in names:
@@ -118,6 +125,22 @@ class FileStore:
                 with contextlib.suppress(FileNotFoundError):
                     total += sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory))
         return total
+
+
+def _claim(root: Path) -> None:
+    """Mark the directory as a store. Raises: StoreError when it holds something and is none: nothing in it is touched."""
+    marker = root / MARKER
+    try:
+        if not marker.exists():
+            if any(root.iterdir()):
+                raise StoreError(
+                    f"directory {root} is not empty and no kserve store: nothing in it was touched",
+                    hint="set KSERVE_STORE to a directory of its own",
+                )
+            marker.write_text("This directory is a kserve store: docs/architecture.md says what lies in it.\n")
+            marker.chmod(0o400)
+    except OSError as error:
+        raise StoreError(f"directory {root} cannot be used as a store: {error.strerror}") from None
 
 
 def _sync_directory(path: Path) -> None:

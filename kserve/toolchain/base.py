@@ -81,7 +81,7 @@ class Fingerprint(NamedTuple):
     Fields:
         name, version: the compiler's, for people.
         files:         SHA-256 over the compiler's own files, by relative name.
-        cuda_major:    of the CUDA release its binaries need; 0 for none.
+        options:       what every compile of it gets besides the job's own, as one text.
         stamps:        path -> [size, mtime in ns, inode] of those files and of the directories they were found through:
                        while all are the same, the fingerprint is. Never part of a key.
     """
@@ -90,6 +90,7 @@ class Fingerprint(NamedTuple):
     version: str
     files: str
     stamps: dict[str, list[int]]
+    options: str = ""
 
 
 class Toolchain(Protocol):
@@ -116,7 +117,9 @@ def job_from_json(plain: dict[str, Any]) -> Job:
 
 
 def stamp(path: str) -> list[int]:
-    """Size, modification time in ns and inode: a file that was changed has another stamp."""
+    """Size, modification time in ns and inode: a file that was changed has another stamp. Empty where there is none."""
+    if not os.path.lexists(path):
+        return []
     found = os.stat(path)  # noqa: PTH116 - a thousand of them a look: half the time without a Path
     return [found.st_size, found.st_mtime_ns, found.st_ino]
 
@@ -125,7 +128,7 @@ def fingerprint_files(name: str, version: str, *, root: Path, files: Iterable[Pa
     """The fingerprint of a compiler that consists of these files under `root`.
 
     Args:
-        search: directories of the interpreter's path; a package that is added to one of them changes its stamp.
+        search: places where another copy of it could appear and be found first.
     """
     hasher = hashlib.sha256()
     stamps = {}
@@ -136,7 +139,7 @@ def fingerprint_files(name: str, version: str, *, root: Path, files: Iterable[Pa
         hasher.update(f"{path.relative_to(root).as_posix()}\0{digest}\n".encode())
     if not stamps:
         raise ToolchainMissing(f"no files of {name} {version} were found under {root}")
-    stamps |= {directory: stamp(directory) for directory in search}
+    stamps |= {place: stamp(place) for place in search}
     return Fingerprint(name, version, hasher.hexdigest(), stamps)
 
 
@@ -186,6 +189,6 @@ def _number(kind: str) -> str:
     return "float" if kind.startswith("f") else "int"
 
 
-def usable_search_path(path: Iterable[str]) -> list[str]:
-    """The directories of an interpreter's path that could hold packages."""
-    return [entry for entry in path if entry and os.path.isdir(entry)]  # noqa: PTH112 - entries are plain texts
+def places_of(path: Iterable[str], *names: str) -> list[str]:
+    """Where packages of these names are, or would be, on an interpreter's path."""
+    return [os.path.join(entry, name) for entry in path if entry for name in names]  # noqa: PTH118 - plain texts

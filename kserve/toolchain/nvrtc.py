@@ -10,10 +10,11 @@ from typing import Any
 from kserve.errors import CompileFailed, ToolchainMissing, UnsupportedTarget
 from kserve.target import parse_target
 from kserve.toolchain import cubin
-from kserve.toolchain.base import Built, Fingerprint, Job, fingerprint_files, usable_search_path
+from kserve.toolchain.base import Built, Fingerprint, Job, fingerprint_files, places_of
 
-# Without the vendor's cache under HOME, and with the assembler's report in the log.
-_FIXED = ("--no-cache", "--ptxas-options=-v")
+# Without the vendor's cache under HOME, with the assembler's report in the log. The seed names what has internal linkage: left
+# alone NVRTC draws one for each process, and equal keys would give other bytes.
+_FIXED = ("--no-cache", "--ptxas-options=-v", "--frandom-seed=kserve")
 _CLOCK = re.compile(r"\b__(DATE|TIME|TIMESTAMP)__\b")
 _INCLUDE = "--include-path=include"
 
@@ -39,12 +40,14 @@ class Nvrtc:
         self.version = version
 
     def fingerprint(self) -> Fingerprint:
+        """The library, its built-ins, and the options every compile gets."""
         libraries = _loaded_libraries()
         root = libraries[0].parent if libraries else Path("/")
         # The device-side built-ins are opened by NVRTC at its first compile, from the directory it lies in.
         files = [*libraries, *root.glob(f"libnvrtc-builtins.so*{self.version}*")] if libraries else []
-        search = usable_search_path(sys.path)
-        return fingerprint_files("nvrtc", self.version, root=root, files=dict.fromkeys(files), search=search)
+        search = places_of(sys.path, "cuda", "nvidia")
+        found = fingerprint_files("nvrtc", self.version, root=root, files=dict.fromkeys(files), search=search)
+        return found._replace(options=" ".join((*_FIXED, _INCLUDE)))
 
     def build(self, job: Job) -> tuple[Built, bytes]:
         self._check_target(job)
@@ -74,7 +77,8 @@ class Nvrtc:
         print(log, flush=True)  # noqa: T201 - a worker's output is the build's log
         if int(status) != 0:
             errors = [line for line in log.splitlines() if "error" in line]
-            raise CompileFailed(errors[0] if errors else f"NVRTC: {status}", facts={"compiler": "\n" + log.strip()})
+            hint = "list the file in `headers` or `shared_headers` of kernel.toml" if "cannot open source file" in log else None
+            raise CompileFailed(errors[0] if errors else f"NVRTC: {status}", facts={"compiler": "\n" + log.strip()}, hint=hint)
 
     def _result(self, program: Any, job: Job) -> tuple[Built, bytes]:
         symbol = self._call("nvrtcGetLoweredName", program, job.function.encode())[0].decode()

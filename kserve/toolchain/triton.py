@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kserve.config import WORKER_CONSTANTS
 from kserve.errors import CompileFailed, InvalidDefinition, ToolchainMissing, UnsupportedTarget
 from kserve.spec import DTYPES, SCALARS
 from kserve.target import Target, parse_target
@@ -20,7 +21,7 @@ from kserve.toolchain.base import (
     Job,
     JobArgument,
     fingerprint_files,
-    usable_search_path,
+    places_of,
 )
 
 # What a kernel file may import: anything else would be an input that is not declared and not in the key.
@@ -64,7 +65,9 @@ class TritonToolchain:
     def fingerprint(self) -> Fingerprint:
         root = Path(self._triton.__file__).parent
         files = [path for path in root.rglob("*") if path.is_file() and not _NOT_COMPILER & {*path.relative_to(root).parts}]
-        return fingerprint_files("triton", self.version, root=root, files=files, search=usable_search_path(sys.path))
+        found = fingerprint_files("triton", self.version, root=root, files=files, search=places_of(sys.path, "triton"))
+        options = sorted(f"{name}={value}" for name, value in WORKER_CONSTANTS.items() if name.startswith("TRITON"))
+        return found._replace(options=" ".join(options))
 
     def build(self, job: Job) -> tuple[Built, bytes]:
         from triton.backends.compiler import GPUTarget

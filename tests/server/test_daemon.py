@@ -23,6 +23,7 @@ from kserve import protocol
 from kserve.build.reaper import members
 from kserve.client.connection import Connection
 from kserve.errors import DaemonEnding, ForeignPeer, KserveError, StoreError
+from kserve.store.files import FileStore
 from tests.support.daemon import Daemon, answers, ask, assert_sound, daemon, settings_of, variables
 from tests.support.definitions import write_cuda
 from tests.support.processes import REPOSITORY, daemon_pid, kserve, python, wait_for, workers
@@ -253,7 +254,7 @@ def test_clients_do_not_see_a_daemon_end(root: Path):
         env={**os.environ, **variables(root, KSERVE_AUTOSTART="1")},
         stdout=subprocess.PIPE,
     )
-    wait_for(lambda: list((root / "store" / "manifest").glob("??/*")), what="the first build")
+    wait_for(lambda: len(list((root / "store" / "manifest").glob("??/*"))) == 2, what="the first build, both variants")
     ended: set[int] = set()
     while looping.poll() is None:
         pid = daemon_pid(root)
@@ -408,6 +409,53 @@ def test_a_socket_that_another_user_serves_is_refused(root: Path):
         foreign.communicate()
 
 
+@needs_root
+def test_a_trusted_user_is_served(root: Path):
+    with daemon(root, KSERVE_TRUSTED_UIDS=str(NOBODY)) as found, opened(found):
+        asked = as_user(NOBODY, ASK, HOME="/", KSERVE_TRUSTED_UIDS="0")
+        assert asked.stdout.strip() == str(found.process.pid), asked.stderr
+
+
+def test_a_directory_that_is_no_store_is_left_alone(root: Path):
+    mine = root / "store"
+    (mine / "tmp" / "work").mkdir(parents=True)
+    mine.chmod(0o700)
+    (mine / "tmp" / "thesis.txt").write_text("years of it")
+    (mine / "lock").write_text("mine")
+    refused = kserve("up")
+    assert refused.returncode == 5
+    assert "KSERVE_STORE" in refused.stderr
+    assert (mine / "tmp" / "thesis.txt").read_text() == "years of it"
+    assert (mine / "lock").read_text() == "mine"
+
+
+def test_a_daemon_whose_store_was_removed_ends_and_the_next_one_makes_a_new_store(root: Path):
+    with daemon(root) as found:
+        shutil.rmtree(root / "store")
+        wait_for(lambda: found.process.poll() is not None, deadline_s=8, what="the daemon to end")
+    with daemon(root) as found:
+        assert found.call("GET", protocol.STATUS)["store"]["n_artifacts"] == 0
+
+
+@pytest.mark.toolchain
+def test_a_change_beside_the_compiler_disturbs_nobody(root: Path):
+    """Every request sees the change at once: the toolchain is loaded again once, no running job is killed."""
+    with daemon(root) as found, contextlib.closing(found.connection()) as connection:
+        assert "variants" in ask(connection, found.settings, "scale")
+        known = root / "store" / "toolchains.json"
+        known.write_text(known.read_text().replace('"stamps": {', '"stamps": {"/": [1, 1, 1], '))
+    with daemon(root) as found:
+        with ThreadPoolExecutor(6) as pool:
+            answers_ = list(pool.map(lambda size: _ask_alone(found, size), [8, 8, 8, 9, 10, 11]))
+        assert [answer for answer in answers_ if "variants" not in answer] == []
+        assert len(found.call("GET", protocol.STATUS)["workers"]) == 1
+
+
+def _ask_alone(found: Daemon, size: int) -> Any:
+    with contextlib.closing(found.connection()) as connection:
+        return ask(connection, found.settings, "scale", size=size)
+
+
 def _foreign(path: Path) -> None:
     os.chown(path, NOBODY, NOBODY)
 
@@ -426,7 +474,8 @@ def test_a_directory_that_is_not_ours_alone_is_refused(root: Path, which: str, h
     if spoil is _foreign and os.getuid() != 0:
         pytest.skip("only root can act as another user")
     path = settings_of(root).socket.parent if which == "socket" else root / which
-    path.mkdir(parents=True, mode=0o700)
+    FileStore(root / "store", writable=True)
+    path.mkdir(parents=True, mode=0o700, exist_ok=True)
     spoil(path)
     refused = kserve("up")
     assert refused.returncode == 6

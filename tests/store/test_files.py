@@ -177,11 +177,19 @@ def test_a_removed_store_is_a_miss_to_read_and_an_error_to_write(root, store):
         put(store)
 
 
-def test_a_record_that_cannot_be_read_written_or_deleted_is_a_store_error(store):
+def test_a_record_that_cannot_be_written_or_deleted_is_a_store_error(store):
     store.path(f"manifest/{KEY}").mkdir(parents=True)  # what even root cannot do: a directory in a record's place
-    for call in (store.get, store.delete, lambda name: store.put(name, b"{}")):
+    for call in (store.delete, lambda name: store.put(name, b"{}")):
         with pytest.raises(StoreError):
             call(f"manifest/{KEY}")
+
+
+def test_a_directory_in_a_records_place_is_put_aside(root, store):
+    store.path(f"manifest/{KEY}").mkdir(parents=True)
+    assert store.get(f"manifest/{KEY}") is None
+    assert store.n_quarantined == 1
+    store.put(f"manifest/{KEY}", b"{}")
+    assert store.get(f"manifest/{KEY}") == b"{}"
 
 
 def test_files_that_are_no_records_are_not_listed(root, store):

@@ -252,7 +252,7 @@ def test_a_link_in_place_of_the_directory_is_refused(own_place):
 
 def test_a_directory_of_another_user_is_refused(own_place):
     with pytest.raises(ForeignPeer) as caught:
-        refuse_foreign(own_place, own_place.lstat(), uid=os.getuid() + 1)
+        refuse_foreign(own_place, own_place.lstat(), uids=frozenset({os.getuid() + 1}))
     assert str(own_place) in caught.value.message
 
 

@@ -1,0 +1,97 @@
+"""Starts a daemon in the background: one for many callers at once, detached from everything of theirs.
+
+Two processes take part. The first, a child of the caller, forks the daemon as an orphan in a session of its own, watches until
+it answers or ends, and says which by its exit status. So the caller has no child left, and learns of a failure at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kserve.config import Settings, daemon_environment, listens, private_runtime, python_command
+from kserve.errors import DaemonUnreachable, KserveError, from_wire
+
+_START_TIMEOUT_S = 30.0
+
+
+def log_path(settings: Settings) -> Path:
+    """Where a daemon that was started in the background writes its log; the one before it is kept as `daemon.log.1`."""
+    return settings.socket.parent / "daemon.log"
+
+
+def start_daemon(settings: Settings, *, idle_s: float) -> None:
+    """Start a daemon unless there is one, and wait until it answers. The caller's environment does not reach it.
+
+    Raises: what kept it from starting; DaemonUnreachable with the end of its log when it took too long or crashed.
+    """
+    import subprocess
+
+    folder = private_runtime(settings.socket)
+    with _held(folder / "start.lock"):
+        if listens(settings.socket):
+            return
+        log = log_path(settings)
+        if log.exists():
+            log.replace(log.with_suffix(".log.1"))
+        environment = daemon_environment()
+        environment.update(KSERVE_STORE=str(settings.store), KSERVE_RUNTIME_DIR=str(settings.runtime_dir))
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            done = subprocess.run(
+                python_command(sys.executable, "kserve.cli", "up", "--orphan", "--json", "--idle", str(idle_s)),
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+                check=False,
+            )
+        finally:
+            os.close(descriptor)
+        if done.returncode != 0:
+            raise _reason(settings, log.read_text(errors="replace").strip())
+
+
+def _reason(settings: Settings, text: str) -> KserveError:
+    """The daemon's own error where it wrote one as its last line, else the end of its log."""
+    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
+        return from_wire(json.loads(text.splitlines()[-1])["error"])
+    return DaemonUnreachable(
+        f"a kserve daemon for store {settings.store} could not be started",
+        facts={"log": str(log_path(settings)), "why": text[-2000:] or f"no answer in {_START_TIMEOUT_S:.0f} s"},
+    )
+
+
+def fork_orphan(settings: Settings) -> int | None:
+    """Fork; None in the child, which is to become the daemon. In the parent: 0 when the child answers, 1 when it ended."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        return None
+    until = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < until:
+        ended, _ = os.waitpid(pid, os.WNOHANG)
+        if listens(settings.socket):
+            return 0
+        if ended:
+            return 1
+        time.sleep(0.005)
+    return 1
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
