@@ -72,6 +72,7 @@ class Manifest(NamedTuple):
         attachments: further records of this build, such as the PTX: kind -> digest.
         closed_world: the build could read nothing but its declared files.
         seconds, created_at: of the build; seconds since 1970.
+        reason:      why it had to be built.
     """
 
     key: str
@@ -89,6 +90,7 @@ class Manifest(NamedTuple):
     closed_world: bool
     seconds: float
     created_at: float
+    reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**self._asdict(), "contract": contract_to_json(self.contract), "schema": MANIFEST_SCHEMA}

@@ -27,6 +27,27 @@ def build_key(components: Mapping[str, str]) -> str:
     return hasher.hexdigest()
 
 
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """What changed between the components of two keys, in a few words each: `header scan.cuh changed`, `hidden 64 -> 128`."""
+    changed = [label for label in sorted({*old, *new}) if old.get(label) != new.get(label)]
+    if any(label.startswith("spec.") for label in changed):  # the function's name follows from the spec
+        changed = [label for label in changed if label != "function"]
+    toolchain = new.get("toolchain.name", "toolchain")
+    return [_difference(label, old.get(label), new.get(label), toolchain=toolchain) for label in changed]
+
+
+def _difference(label: str, before: str | None, after: str | None, *, toolchain: str) -> str:
+    group, _, name = label.partition(".")
+    if group == "source":
+        kind = "source" if name.endswith((".cu", ".py")) else "header"
+        return f"{kind} {name} " + ("added" if before is None else "removed" if after is None else "changed")
+    if label == "toolchain.version":
+        return f"{toolchain} {before} -> {after}"
+    if label == "toolchain.files":
+        return f"files of {toolchain} changed"
+    return f"{name if group in ('spec', 'option') else label} {before} -> {after}"
+
+
 def digest_of(content: bytes) -> str:
     """SHA-256 of the bytes, hex: the name of a payload or a source."""
     return hashlib.sha256(content).hexdigest()

@@ -22,6 +22,7 @@ RESOLVE = "/v1/resolve"
 SOURCES = "/v1/sources"
 BUILDS = "/v1/builds"
 ARTIFACTS = "/v1/artifacts"
+WHY = "/v1/why"
 SHUTDOWN = "/v1/shutdown"
 
 # Where a kernel came from, the most expensive first: several variants are described by the worst of theirs.

@@ -7,9 +7,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from kserve.artifact import Manifest, manifest_from_bytes
+from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.lease import Lease, Leases
 from kserve.build.plan import Plan, contract_of, plan_builds
@@ -19,7 +19,6 @@ from kserve.config import Settings
 from kserve.definition import KernelDef
 from kserve.errors import (
     BuildError,
-    CorruptArtifact,
     DaemonEnding,
     InvalidDefinition,
     NotBuilt,
@@ -31,13 +30,12 @@ from kserve.kernel_toml import read_definition
 from kserve.key import canonical_json, digest_of
 from kserve.outline import FILE_NAME
 from kserve.protocol import Pending, Resolved
-from kserve.store.base import MemoryStore
+from kserve.store.artifacts import Artifacts, remember
 from kserve.store.files import FileStore
 from kserve.target import parse_target
 from kserve.toolchain.base import Built
 
 logger = logging.getLogger("kserve")
-_MOST_REMEMBERED = 2000
 # A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
 _PLANNING_S = 0.1
 
@@ -59,8 +57,6 @@ class MissingSources(NamedTuple):
     digests: list[str]
 
 
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 Answer = list[Resolved] | Pending | MissingSources
 
 
@@ -73,19 +69,16 @@ class KernelService:
 
     def __init__(self, settings: Settings, store: FileStore) -> None:
         self.settings = settings
-        self.store = store
-        self.pool = Pool(settings, store.root / "tmp")
+        self.artifacts = Artifacts(store)
+        self._scratch = store.root / "tmp"
+        self.pool = Pool(settings, self._scratch)
         self.leases = Leases(failure_memory_s=settings.failure_memory_s)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
         self.counters: Counter[str] = Counter()
-        self.degraded = ""
         self._closing = False
-        # What the disk refused: served, not stored.
-        self._memory = MemoryStore()
-        # What was made of the same bytes before: definitions by digest, plans by wish, manifests by key.
+        # What was made of the same bytes before: definitions by digest, plans by wish.
         self._definitions: dict[str, KernelDef] = {}
         self._plans: dict[tuple[object, ...], list[Plan]] = {}
-        self._manifests: dict[str, tuple[bytes, Manifest]] = {}
 
     async def resolve(self, request: KernelRequest, *, client: str, wait_s: float) -> Answer:
         """All variants of one kernel: found, built, or still being built after `wait_s`.
@@ -93,7 +86,7 @@ class KernelService:
         Raises: KserveError of any kind; a failed build raises the same error for everybody who waits.
         """
         self.counters["requests"] += 1
-        missing = [digest for digest in request.files.values() if self._get(f"source/{digest}") is None]
+        missing = [digest for digest in request.files.values() if self.artifacts.get(f"source/{digest}") is None]
         if missing:
             return MissingSources(sorted(set(missing)))
         planning = asyncio.create_task(self._plan(request))
@@ -133,16 +126,16 @@ class KernelService:
             plans = plan_builds(
                 definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files
             )
-            _remember(self._plans, wish, plans)
+            remember(self._plans, wish, plans)
         return plans
 
     def _definition(self, request: KernelRequest) -> KernelDef:
         digest = request.files.get(FILE_NAME)
-        content = self._get(f"source/{digest}") if digest else None
+        content = self.artifacts.get(f"source/{digest}") if digest else None
         if digest is None or content is None:
             raise InvalidDefinition(f"a request for {request.name} names no {FILE_NAME}")
         if digest not in self._definitions:
-            _remember(self._definitions, digest, read_definition(content, origin=FILE_NAME))
+            remember(self._definitions, digest, read_definition(content, origin=FILE_NAME))
         return self._definitions[digest]
 
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
@@ -150,8 +143,8 @@ class KernelService:
         if owed is not None and owed.error is not None:
             raise owed.error
         began = time.monotonic()
-        manifest = self.manifest(plan.key)
-        if manifest is None or self.payload(manifest) is None:
+        manifest = self.artifacts.manifest(plan.key)
+        if manifest is None or self.artifacts.payload(manifest) is None:
             return None
         self.counters["hits"] += 1
         origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
@@ -170,22 +163,25 @@ class KernelService:
                 f"{plan.name} for {plan.target} is not in the store and the caller forbids builds (KSERVE_NO_BUILD)",
                 facts={"key": plan.key, "spec": canonical_json(plan.spec)},
             )
-        lease = self.leases.new(key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client)
+        reason = self.artifacts.reason_for(plan.key, plan.name, plan.variant, plan.components)
+        lease = self.leases.new(
+            key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client, reason=reason
+        )
         return self.leases.start(lease, lambda held: self._build(held, plan, request.environment))
 
     async def _build(self, lease: Lease, plan: Plan, environment: Environment) -> Manifest:
         """Stage, compile, publish."""
         files = {name: self._source(name, digest) for name, digest in plan.files.items()}
-        staging = Staging(self.store.root / "tmp", files)
+        staging = Staging(self._scratch, files)
         lease.log = staging.log
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
             await self._check_compiler(plan, environment)
-            manifest = self._publish(plan, _built(built), staging, seconds=lease.elapsed_s)
+            manifest = self._publish(plan, _built(built), staging, lease)
             self.counters["built"] += 1
             logger.info(
-                "built key=%s name=%s target=%s variant=%s seconds=%.2f size_bytes=%d",
-                *(plan.key[:12], plan.name, plan.target, plan.variant, lease.elapsed_s, manifest.size_bytes),
+                'built key=%s name=%s target=%s variant=%s seconds=%.2f size_bytes=%d reason="%s"',
+                *(plan.key[:12], plan.name, plan.target, plan.variant, lease.elapsed_s, manifest.size_bytes, lease.reason),
             )
             return manifest
         except BuildError as error:
@@ -204,13 +200,12 @@ class KernelService:
             raise BuildError(f"{plan.name} is not kept: its compiler was replaced during the build", hint="call again")
 
     def _source(self, name: str, digest: str) -> bytes:
-        content = self._get(f"source/{digest}")
+        content = self.artifacts.get(f"source/{digest}")
         if content is None:
             raise StoreError(f"source {name} has vanished from the store since it was uploaded", hint="call again")
         return content
 
-    def _publish(self, plan: Plan, built: Built, staging: Staging, *, seconds: float) -> Manifest:
-        """Payload and attachments first, manifest last: a reader never sees half an entry."""
+    def _publish(self, plan: Plan, built: Built, staging: Staging, lease: Lease) -> Manifest:
         contract = contract_of(plan, built)
         payload = staging.output("payload")
         attachments = {kind: staging.output(kind) for kind in built.attachments}
@@ -229,98 +224,18 @@ class KernelService:
             components=plan.components,
             attachments={kind: digest_of(content) for kind, content in attachments.items()},
             closed_world=False,
-            seconds=seconds,
+            seconds=lease.elapsed_s,
             created_at=time.time(),
+            reason=lease.reason,
         )
-        for content in (*attachments.values(), payload):
-            self._put(f"payload/{digest_of(content)}", content)
-        self._put(f"manifest/{plan.key}", manifest.to_bytes())
+        self.artifacts.publish(manifest, [payload, *attachments.values()])
         return manifest
-
-    def manifest(self, key: str) -> Manifest | None:
-        """The stored manifest; a damaged one is put aside and is a miss."""
-        content = self._get(f"manifest/{key}")
-        if content is None:
-            return None
-        known = self._manifests.get(key)
-        if known is not None and known[0] == content:
-            return known[1]
-        try:
-            manifest = manifest_from_bytes(content, key=key)
-            _remember(self._manifests, key, (content, manifest))
-            return manifest
-        except CorruptArtifact as error:
-            logger.warning("quarantined key=%s error=%s", key[:12], error.message)
-            self.store.quarantine(f"manifest/{key}")
-            return None
-
-    def payload(self, manifest: Manifest) -> bytes | None:
-        """The verified binary; without it the manifest is worth nothing and is dropped."""
-        name = f"payload/{manifest.digest}"
-        content = self._memory.get(name) or self.store.get(name)  # a StoreError reaches the caller: unreadable is not gone
-        if content is None:
-            logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
-            try:
-                self.store.delete(f"manifest/{manifest.key}")
-            except StoreError as error:
-                self._degrade(error)
-            self._memory.delete(f"manifest/{manifest.key}")
-        return content
-
-    def attachment(self, manifest: Manifest, kind: str) -> str | None:
-        digest = manifest.attachments.get(kind)
-        content = self._get(f"payload/{digest}") if digest else None
-        return None if content is None else content.decode(errors="replace")
-
-    def add_source(self, content: bytes) -> str:
-        """Keep an uploaded file; its digest."""
-        digest = digest_of(content)
-        self._put(f"source/{digest}", content)
-        return digest
-
-    def manifests(self) -> list[Manifest]:
-        """Every readable manifest of the store."""
-        return [manifest for key in self.artifact_keys() if (manifest := self.manifest(key)) is not None]
-
-    def artifact_keys(self) -> list[str]:
-        """The keys of every artifact, in order."""
-        return sorted({*self.store.keys("manifest"), *self._memory.keys("manifest")})
-
-    def _get(self, name: str) -> bytes | None:
-        found = self._memory.get(name)
-        if found is not None:
-            return found
-        try:
-            return self.store.get(name)
-        except StoreError as error:
-            self._degrade(error)
-            return None
-
-    def _put(self, name: str, content: bytes) -> None:
-        try:
-            self.store.put(name, content)
-        except StoreError as error:
-            self._degrade(error)
-            self._memory.put(name, content)
-
-    def _degrade(self, error: StoreError) -> None:
-        if not self.degraded:
-            logger.error("degraded error=%s", error.message)
-        self.degraded = error.message
 
     async def close(self) -> None:
         """End every build and every worker; start none any more."""
         self._closing = True
         await self.leases.cancel()
         await self.pool.close()
-
-
-def _remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Keep it, and the memory bounded: when that is full, the oldest half goes."""
-    if len(known) >= _MOST_REMEMBERED:
-        for old in list(known)[: _MOST_REMEMBERED // 2]:
-            del known[old]
-    known[key] = value
 
 
 def _outcome(lease: Lease, client: str) -> Resolved:

@@ -20,6 +20,7 @@ class Lease:
 
     Attributes:
         state:   queued, running, done or failed.
+        reason:  why the key had to be built.
         starter: the client whose request began it; joiners are the others that waited for it.
         owed:    clients that were told "pending" and have not come back for the result.
         log:     returns the compiler's output so far.
@@ -34,6 +35,7 @@ class Lease:
         self.starter = starter
         self.joiners: set[str] = set()
         self.owed: set[str] = set()
+        self.reason = ""
         self.state = "queued"
         self.asked_at = time.time()
         self.seconds = 0.0
@@ -64,6 +66,7 @@ class Lease:
             "target": self.target,
             "variant": self.variant,
             "state": self.state,
+            "reason": self.reason,
             "asked_at": self.asked_at,
             "seconds": self.elapsed_s,
             "n_joined": len(self.joiners),
@@ -107,8 +110,11 @@ class Leases:
         if error is not None and time.monotonic() < until:
             raise error
 
-    def new(self, *, key: str, name: str, target: str, variant: str, starter: str) -> Lease:
-        return Lease(next(self._numbers), key=key, name=name, target=target, variant=variant, starter=starter)
+    def new(self, *, key: str, name: str, target: str, variant: str, starter: str, reason: str = "") -> Lease:
+        """A lease, not yet started."""
+        lease = Lease(next(self._numbers), key=key, name=name, target=target, variant=variant, starter=starter)
+        lease.reason = reason
+        return lease
 
     async def _run(self, lease: Lease, build: Callable[[Lease], Awaitable[Manifest]]) -> Manifest:
         try:

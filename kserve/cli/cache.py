@@ -25,6 +25,9 @@ def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
     show.add_argument("key", help="a key, or at least the first 6 digits of it")
     for kind in ("log", "ptx"):
         show.add_argument(f"--{kind}", action="store_true", help=f"print its {kind} and nothing else")
+    why = command(commands, "why", _why, "say what makes one key differ from another")
+    why.add_argument("key", help="a key, or at least the first 6 digits of it")
+    why.add_argument("other", nargs="?", help="the key to compare with; left out, the nearest of the same kernel")
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -73,6 +76,21 @@ def _show(arguments: argparse.Namespace) -> int:
         "attached": ", ".join(f"{kind} ({len(text or '')} characters)" for kind, text in attachments.items()),
     }
     say(fields(head) + "\n\nkey components\n" + fields({f"  {k}": v for k, v in sorted(manifest["components"].items())}))
+    return 0
+
+
+def _why(arguments: argparse.Namespace) -> int:
+    query = {"key": arguments.key, **({"other": arguments.other} if arguments.other else {})}
+    found = Connection(load_settings()).call("GET", f"{protocol.WHY}?{urlencode(query)}", start=True)
+    if arguments.json:
+        say(json.dumps(found, indent=2))
+        return 0
+    say(f"{found['key'][:12]} was built because: {found['reason'] or 'not recorded'}")
+    if found["other"] is None:
+        say("no other artifact of this kernel is known")
+    else:
+        say(f"it differs from {found['other'][:12]} in")
+        say("\n".join(f"  {line}" for line in found["differences"]) or "  nothing")
     return 0
 
 

@@ -135,8 +135,8 @@ async def _watch(app: Any, service: KernelService, lock: IO[str], stop: Callable
     idle_s = service.settings.idle_s
     while True:
         await asyncio.sleep(min(1.0, idle_s / 4))
-        if not _is_still(service.store.root / "lock", os.fstat(lock.fileno())):
-            logger.error("gone store=%s", service.store.root)
+        if not _is_still(service.artifacts.files.root / "lock", os.fstat(lock.fileno())):
+            logger.error("gone store=%s", service.artifacts.files.root)
             stop()
             return
         busy = service.leases.running or app.state.n_open

@@ -16,6 +16,7 @@ from kserve import protocol
 from kserve.artifact import Manifest
 from kserve.catalog import every_entry
 from kserve.errors import CorruptArtifact, KserveError, NotBuilt, RequestError
+from kserve.key import differences
 from kserve.protocol import Pending
 from kserve.server.models import ResolveModel
 from kserve.service import Answer, KernelService, MissingSources
@@ -32,6 +33,7 @@ async def _service(request: Request) -> KernelService:
 
 
 Service = Annotated[KernelService, Depends(_service)]
+KeyText = Annotated[str, Query(pattern=rf"^[0-9a-f]{{{_SHORTEST_PREFIX},64}}$")]
 KeyPrefix = Annotated[str, Path(pattern=rf"^[0-9a-f]{{{_SHORTEST_PREFIX},64}}$")]
 
 
@@ -57,11 +59,11 @@ async def status(request: Request, service: Service) -> dict[str, Any]:
         "counters": dict(service.counters),
         "workers": service.pool.to_json(),
         "store": {
-            "path": str(service.store.root),
-            "size_bytes": await asyncio.to_thread(service.store.size_bytes),
-            "n_artifacts": len(service.artifact_keys()),
-            "n_quarantined": service.store.n_quarantined,
-            "degraded": service.degraded,
+            "path": str(service.artifacts.files.root),
+            "size_bytes": await asyncio.to_thread(service.artifacts.files.size_bytes),
+            "n_artifacts": len(service.artifacts.keys()),
+            "n_quarantined": service.artifacts.files.n_quarantined,
+            "degraded": service.artifacts.degraded,
         },
     }
 
@@ -118,7 +120,7 @@ async def add_source(service: Service, request: Request) -> dict[str, str]:
         content += chunk
         if len(content) > _LARGEST_SOURCE_BYTES:
             raise RequestError(f"a source is larger than {_LARGEST_SOURCE_BYTES} bytes")
-    return {"digest": service.add_source(content)}
+    return {"digest": service.artifacts.add_source(content)}
 
 
 @router.get(protocol.BUILDS)
@@ -143,7 +145,7 @@ async def artifacts(
     target: Annotated[str, Query(max_length=100)] = "",
 ) -> dict[str, Any]:
     """Every artifact in the store, newest first."""
-    found = [m for m in service.manifests() if name in ("", m.name) and target in ("", m.target)]
+    found = [m for m in service.artifacts.manifests() if name in ("", m.name) and target in ("", m.target)]
     found.sort(key=lambda manifest: -manifest.created_at)
     return {"artifacts": [_summary(manifest) for manifest in found]}
 
@@ -157,7 +159,7 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
 async def one_artifact(key: KeyPrefix, service: Service) -> dict[str, Any]:
     """One artifact by its key, or the beginning of it: manifest with key components and launch contract, log, PTX."""
     manifest = _find(service, key)
-    texts = {kind: service.attachment(manifest, kind) for kind in sorted(manifest.attachments)}
+    texts = {kind: service.artifacts.attachment(manifest, kind) for kind in sorted(manifest.attachments)}
     return {"manifest": manifest.to_json(), "attachments": texts}
 
 
@@ -165,20 +167,33 @@ async def one_artifact(key: KeyPrefix, service: Service) -> dict[str, Any]:
 async def payload(key: KeyPrefix, service: Service) -> Response:
     """The verified binary."""
     manifest = _find(service, key)
-    content = service.payload(manifest)
+    content = service.artifacts.payload(manifest)
     if content is None:
         raise CorruptArtifact(f"payload of {key[:12]} was damaged and is put aside", hint="ask for the kernel again")
     return Response(content, media_type="application/octet-stream", headers={"x-kserve-digest": manifest.digest})
 
 
 def _find(service: KernelService, prefix: str) -> Manifest:
-    keys = [prefix] if len(prefix) == 64 else [found for found in service.artifact_keys() if found.startswith(prefix)]
+    keys = [prefix] if len(prefix) == 64 else list(filter(lambda known: known.startswith(prefix), service.artifacts.keys()))
     if len(keys) > 1:
         raise RequestError(f"{len(keys)} artifacts begin with {prefix!r}", facts={"keys": ", ".join(sorted(keys)[:5])})
-    manifest = service.manifest(keys[0]) if keys else None
+    manifest = service.artifacts.manifest(keys[0]) if keys else None
     if manifest is None:
         raise NotBuilt(f"no artifact has a key that begins with {prefix!r}", hint="kserve cache ls lists them")
     return manifest
+
+
+@router.get(protocol.WHY)
+async def why(service: Service, key: KeyText, other: KeyText | None = None) -> dict[str, Any]:
+    """Why a key is not another: the components that differ. Without `other` the nearest artifact of the same kernel."""
+    manifest = _find(service, key)
+    against = _find(service, other).key if other else None
+    if against is None:
+        near = service.artifacts.reasons.nearest(manifest.key, manifest.name, manifest.variant, manifest.components)
+        against = near[0] if near else None
+    known = service.artifacts.manifest(against) if against else None
+    changed = differences(known.components, manifest.components) if known else []
+    return {"key": manifest.key, "other": against, "reason": manifest.reason, "differences": changed}
 
 
 @router.post(protocol.SHUTDOWN)

@@ -354,7 +354,7 @@ def test_a_source_that_vanishes_before_its_build_is_never_compiled_as_an_empty_f
     async def body() -> None:
         service = KernelService(load_settings(), FileStore(load_settings().store, writable=True))
         try:
-            digests = {name: service.add_source(content) for name, content in files.items()}
+            digests = {name: service.artifacts.add_source(content) for name, content in files.items()}
             request = KernelRequest("scale", digests, {}, TARGET, Environment(sys.executable, ()))
             asked = asyncio.create_task(service.resolve(request, client="a", wait_s=60))
             while not service.pool.to_json():  # the sources were found there, the toolchain is being loaded

@@ -94,6 +94,7 @@ def test_openapi_has_every_route(served: Daemon):
         ("GET", protocol.ARTIFACTS),
         ("GET", protocol.ARTIFACTS + "/{key}"),
         ("GET", protocol.ARTIFACTS + "/{key}/payload"),
+        ("GET", protocol.WHY),
         ("POST", protocol.SHUTDOWN),
     }
 

@@ -1,0 +1,45 @@
+"""Why a key was not in the store: every build has a reason, in its log line, its record and its manifest."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+from kserve.artifact import Manifest
+from kserve.key import differences
+
+FIRST = "first build"
+_REMEMBERED = 64
+_MOST_LOST = 2000
+
+
+class Reasons:
+    """Remembers what was built, and what was lost, to say how a new key differs from the nearest known one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], deque[tuple[str, Mapping[str, str]]]] = defaultdict(
+            lambda: deque(maxlen=_REMEMBERED)
+        )
+        self._lost: dict[str, str] = {}
+
+    def learn(self, manifest: Manifest) -> None:
+        """Remember an artifact that was built, later than those before it."""
+        self._known[manifest.name, manifest.variant].append((manifest.key, manifest.components))
+
+    def lose(self, key: str, why: str) -> None:
+        """An entry is gone: the next build of its key says so."""
+        if len(self._lost) >= _MOST_LOST:
+            self._lost.clear()
+        self._lost[key] = why
+
+    def of(self, key: str, name: str, variant: str, components: Mapping[str, str]) -> str:
+        """Why that key has to be built: it was lost, or how it differs from the nearest one, or it is the first."""
+        if key in self._lost:
+            return self._lost.pop(key)
+        nearest = self.nearest(key, name, variant, components)
+        return FIRST if nearest is None else "; ".join(nearest[1])
+
+    def nearest(self, key: str, name: str, variant: str, components: Mapping[str, str]) -> tuple[str, list[str]] | None:
+        """The known key of that kernel and variant with the fewest differences, and what they are."""
+        others = [(other, differences(old, components)) for other, old in reversed(self._known[name, variant]) if other != key]
+        return min(others, key=lambda found: len(found[1]), default=None)
