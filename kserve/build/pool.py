@@ -24,6 +24,7 @@ from kserve.toolchain.base import Fingerprint, Job
 _START_TIMEOUT_S = 120.0
 # A worker holds 100 MB and more; this many languages times environments stay loaded.
 _MOST_WORKERS = 8
+_TRIES = 3
 
 
 class Environment(NamedTuple):
@@ -32,6 +33,10 @@ class Environment(NamedTuple):
     python: str
     python_path: tuple[str, ...]
     loaded: tuple[tuple[str, str], ...] = ()
+
+
+class _NotTakenError(Exception):
+    """The worker ended before it took a job: another one may."""
 
 
 class Worker:
@@ -87,6 +92,7 @@ class Worker:
         assert self.process is not None
         watched = {asyncio.create_task(self._read()), asyncio.create_task(self.process.wait())}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        self.dead = True  # before anything is awaited: no further job is given to it
         reaper.kill_session(self.process.pid)
         await asyncio.gather(*watched, return_exceptions=True)
         self._fail()
@@ -115,7 +121,6 @@ class Worker:
 
     def _fail(self) -> None:
         """The worker is gone: tell everybody who waits for it."""
-        self.dead = True
         text = ""
         with contextlib.suppress(OSError):
             text = (self.scratch / "stderr.txt").read_text(errors="replace").strip()
@@ -142,7 +147,8 @@ class Worker:
             self.n_jobs += 1
             return await future
         except (BrokenPipeError, ConnectionResetError):
-            raise BuildError(f"the {self.language} worker ended before it took the job", hint="call again") from None
+            self.dead = True
+            raise _NotTakenError from None
         except asyncio.CancelledError:
             self._kill(number)
             raise
@@ -245,8 +251,7 @@ class Pool:
         try:
             on_start()
             async with asyncio.timeout(self._settings.build_timeout_s):
-                worker = await self.worker(job.language, environment)
-                status = await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
+                status = await self._run_on_worker(job, environment, staging)
         except TimeoutError:
             raise BuildTimeout(
                 f"build of {job.function} for {job.target} passed its deadline of {self._settings.build_timeout_s:.0f} s",
@@ -264,6 +269,13 @@ class Pool:
             raise from_wire(answer["error"])
         built: dict[str, Any] = answer["built"]
         return built
+
+    async def _run_on_worker(self, job: Job, environment: Environment, staging: Staging) -> int:
+        for _ in range(_TRIES):
+            worker = await self.worker(job.language, environment)
+            with contextlib.suppress(_NotTakenError):
+                return await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
+        raise BuildError(f"{_TRIES} {job.language} workers ended before they took the job", hint="call again")
 
     def to_json(self) -> list[dict[str, Any]]:
         return [

@@ -359,10 +359,10 @@ def test_a_source_that_vanishes_before_its_build_is_never_compiled_as_an_empty_f
             asked = asyncio.create_task(service.resolve(request, client="a", wait_s=60))
             while not service.pool.to_json():  # the sources were found there, the toolchain is being loaded
                 await asyncio.sleep(0.005)
-            service.store.delete(f"source/{digests['a.cuh']}")
+            service.artifacts.files.delete(f"source/{digests['a.cuh']}")
             with contextlib.suppress(KserveError):
                 assert isinstance(await asked, MissingSources)
-            assert service.manifests() == []
+            assert service.artifacts.manifests() == []
         finally:
             await service.close()
 
