@@ -23,6 +23,7 @@ SOURCES = "/v1/sources"
 BUILDS = "/v1/builds"
 ARTIFACTS = "/v1/artifacts"
 WHY = "/v1/why"
+VERIFY = "/v1/verify"
 SHUTDOWN = "/v1/shutdown"
 
 # Where a kernel came from, the most expensive first: several variants are described by the worst of theirs.

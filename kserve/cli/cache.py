@@ -12,7 +12,9 @@ from kserve import protocol
 from kserve.cli.show import fields, say, table
 from kserve.client.connection import Connection
 from kserve.config import load_settings
-from kserve.errors import RequestError
+from kserve.errors import STATUS, RequestError
+
+_VERIFY_TIMEOUT_S = 3600.0
 
 
 def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
@@ -25,6 +27,8 @@ def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
     show.add_argument("key", help="a key, or at least the first 6 digits of it")
     for kind in ("log", "ptx"):
         show.add_argument(f"--{kind}", action="store_true", help=f"print its {kind} and nothing else")
+    verify = command(commands, "verify", _verify, "check every record of the store against its digest")
+    verify.add_argument("--sample", type=int, metavar="N", help="check at most N records of each kind, drawn at random")
     why = command(commands, "why", _why, "say what makes one key differ from another")
     why.add_argument("key", help="a key, or at least the first 6 digits of it")
     why.add_argument("other", nargs="?", help="the key to compare with; left out, the nearest of the same kernel")
@@ -77,6 +81,15 @@ def _show(arguments: argparse.Namespace) -> int:
     }
     say(fields(head) + "\n\nkey components\n" + fields({f"  {k}": v for k, v in sorted(manifest["components"].items())}))
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    query = f"?sample={arguments.sample}" if arguments.sample is not None else ""
+    found = Connection(load_settings()).call("POST", protocol.VERIFY + query, wait_s=_VERIFY_TIMEOUT_S, start=True)
+    bad = [*found["damaged"], *(f"manifest/{key} (its payload is missing)" for key in found["orphaned"])]
+    text = [f"{found['n_checked']} records checked, {len(bad)} bad", *(f"  {name}" for name in bad)]
+    say(json.dumps(found, indent=2) if arguments.json else "\n".join(text))
+    return STATUS["corrupt-artifact"][1] if bad else 0
 
 
 def _why(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from kserve.key import differences
 from kserve.protocol import Pending
 from kserve.server.models import ResolveModel
 from kserve.service import Answer, KernelService, MissingSources
+from kserve.store.verify import verify as verify_store
 
 router = APIRouter()
 _LARGEST_SOURCE_BYTES = 4 << 20
@@ -194,6 +195,15 @@ async def why(service: Service, key: KeyText, other: KeyText | None = None) -> d
     known = service.artifacts.manifest(against) if against else None
     changed = differences(known.components, manifest.components) if known else []
     return {"key": manifest.key, "other": against, "reason": manifest.reason, "differences": changed}
+
+
+@router.post(protocol.VERIFY)
+async def verify(service: Service, sample: Annotated[int | None, Query(ge=1, le=10**9)] = None) -> dict[str, Any]:
+    """Read every record, or a sample, against its digest; what is damaged is put aside and built again when asked for."""
+    found = await asyncio.to_thread(verify_store, service.artifacts.files, sample=sample)
+    for name in found.damaged:
+        service.artifacts.reasons.lose(name.partition("/")[2], "quarantined: digest mismatch")
+    return found._asdict()
 
 
 @router.post(protocol.SHUTDOWN)

@@ -1,0 +1,57 @@
+"""Checks a whole store: every record against its digest, every manifest against itself and what it names."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+from kserve.artifact import manifest_from_bytes
+from kserve.errors import CorruptArtifact
+from kserve.store.base import CONTENT_ADDRESSED
+from kserve.store.files import FileStore
+
+
+class Verified(NamedTuple):
+    """What was found.
+
+    Fields:
+        n_checked: records that were read.
+        damaged:   names of records that did not match, `kind/hex`; they are in quarantine now.
+        orphaned:  keys of sound manifests whose payload or attachment is missing: they will be built again.
+    """
+
+    n_checked: int
+    damaged: list[str]
+    orphaned: list[str]
+
+
+def verify(store: FileStore, *, sample: int | None = None) -> Verified:
+    """Read records and put aside what is damaged.
+
+    Args:
+        sample: at most this many of each kind, drawn at random; None for all.
+    """
+    damaged, orphaned, n_checked = [], [], 0
+    for kind in CONTENT_ADDRESSED:
+        for digest in _drawn(store, kind, sample):
+            n_checked += 1
+            if store.get(f"{kind}/{digest}") is None:
+                damaged.append(f"{kind}/{digest}")
+    for key in _drawn(store, "manifest", sample):
+        content = store.get(f"manifest/{key}")
+        n_checked += 1
+        try:
+            manifest = manifest_from_bytes(content or b"", key=key)
+        except CorruptArtifact:
+            store.quarantine(f"manifest/{key}")
+            damaged.append(f"manifest/{key}")
+            continue
+        named = (manifest.digest, *manifest.attachments.values())
+        if not all(store.path(f"payload/{digest}").is_file() for digest in named):
+            orphaned.append(key)
+    return Verified(n_checked, sorted(damaged), sorted(orphaned))
+
+
+def _drawn(store: FileStore, kind: str, sample: int | None) -> list[str]:
+    found = list(store.keys(kind))
+    return found if sample is None or sample >= len(found) else random.sample(found, sample)
