@@ -5,6 +5,7 @@ The list of everything that enters a build key is the function `_components`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from kserve.outline import FILE_NAME
 from kserve.spec import DTYPES, Spec
 from kserve.target import Target
 from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": threads of a block. AMD's is the same.
+_MOST_THREADS = 1024
 
 
 class Plan(NamedTuple):
@@ -179,6 +183,7 @@ def contract_of(plan: Plan, built: Built) -> Contract:
         minimum_driver=built.minimum_driver,
     )
     _check_shared_memory(plan, built, contract)
+    _check_block(plan, contract)
     return contract
 
 
@@ -190,6 +195,16 @@ def _natural_layout(sizes: list[int]) -> list[tuple[int, int]]:
         places.append((at, size))
         at += size
     return places
+
+
+def _check_block(plan: Plan, contract: Contract) -> None:
+    """Raises CompileFailed for a block no device launches, where its size is known before the launch."""
+    sizes = [Expression(text) for text in contract.block]
+    if not all(size.names <= set(contract.constants) for size in sizes):
+        return
+    block = [size.evaluate(contract.constants) for size in sizes]
+    if min(block) < 1 or math.prod(block) > _MOST_THREADS:
+        raise CompileFailed(f"{plan.name} has a block of {block} threads", facts={"allowed": f"1 to {_MOST_THREADS} in all"})
 
 
 def _check_shared_memory(plan: Plan, built: Built, contract: Contract) -> None:

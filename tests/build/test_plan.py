@@ -61,6 +61,14 @@ DIFFERS = {
     "the compiler": {"fingerprint": COMPILER._replace(name="nvcc")},
     "its version": {"fingerprint": COMPILER._replace(version="13.1")},
     "its files": {"fingerprint": COMPILER._replace(files="e" * 64)},
+    "the options every compile gets": {"fingerprint": COMPILER._replace(options="--other")},
+    "a derived axis": {"toml": toml("[target]", '[derived]\ntwice = "2 * size"\n[target]')},
+    "the order of arguments": {
+        "toml": toml(
+            '  { name = "n", type = "i32" },\n  { name = "factor", type = "f32" },',
+            '  { name = "factor", type = "f32" },\n  { name = "n", type = "i32" },',
+        )
+    },
     "the entry": {"toml": toml('name = "scale"', 'name = "other"')},
     "the function": {"toml": toml('"scale<{size}>"', '"scale<{size}, {size}>"')},
     "a flag": {"toml": toml("[[entry]]", '[options]\nflags = ["--std=c++17"]\n[[entry]]')},
@@ -87,6 +95,21 @@ def test_key_differs_on(changes: dict[str, Any]):
 
 def test_key_differs_on_the_order_of_flags():
     assert plans(FLAGS)[0].key != plans(FLAGS.replace('"-DA", "-DB"', '"-DB", "-DA"'))[0].key
+
+
+def test_facts_are_in_the_declared_key_only():
+    stricter = plans(toml("align = 16", "align = 32"))
+    assert stricter[0].key != plans()[0].key
+    assert stricter[1].key == plans()[1].key
+    assert plans(CUDA_TOML.replace(", align = 16", ""))[0].key == plans()[1].key
+
+
+@pytest.mark.parametrize("block", ["[2048]", "[0]", "[32, 64]", '["size * 256"]'])
+def test_a_block_that_no_device_launches_is_a_failed_build(block: str):
+    plan = plans(toml("block = [128]", f"block = {block}"))[0]
+    with pytest.raises(CompileFailed) as caught:
+        contract_of(plan, BUILT)
+    assert "1024" in caught.value.facts["allowed"]
 
 
 SAME = {
