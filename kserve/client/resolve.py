@@ -16,7 +16,16 @@ from kserve.client.connection import Connection
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.config import Settings, environment_of_process, listens, load_settings
-from kserve.errors import BuildTimeout, CorruptArtifact, DaemonEnding, KserveError, LoadError, RequestError, StoreError
+from kserve.errors import (
+    BuildTimeout,
+    CorruptArtifact,
+    DaemonEnding,
+    KserveError,
+    LoadError,
+    RequestError,
+    ServiceError,
+    StoreError,
+)
 from kserve.key import digest_of
 from kserve.protocol import Pending, Resolved
 from kserve.store.files import FileStore
@@ -132,16 +141,15 @@ def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline:
     if not connection.is_open and not listens(here.settings.socket):  # no daemon is started for a wish it would refuse
         _check(wanted, found)
     requests = _requests(here, wanted, found)
-    contents = {digest_of(content): content for item in found for content in item.files.values()}
+    sent: set[str] = set()
     began = time.monotonic()
     while True:
         wait_s = max(0.0, min(_PATIENCE_S, deadline - time.monotonic()))
         body = protocol.resolve_request(requests, client=here.client, version=kserve.__version__, wait_s=wait_s)
         plain = connection.call("POST", protocol.RESOLVE, body, wait_s=wait_s, start=True)["results"]
         missing = {digest for result in plain for digest in result.get("missing", ())}
-        for digest in missing:
-            connection.call("POST", protocol.SOURCES, contents[digest])
         if missing:
+            _upload(connection, found, missing, sent)
             continue
         results = [protocol.read_result(result) for result in plain]
         _raise_first(wanted, found, results)
@@ -149,6 +157,16 @@ def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline:
         if not pending:
             return [result for result in results if isinstance(result, list)]
         _wait_on(pending, began=began, deadline=deadline)
+
+
+def _upload(connection: Connection, found: list[catalog.Found], missing: set[str], sent: set[str]) -> None:
+    """Send the files the daemon lacks, each once. Raises: ServiceError when it does not keep what it was sent."""
+    if missing <= sent:
+        raise ServiceError("the daemon lacks sources that it was just sent", hint="kserve status shows the state of its store")
+    contents = {digest_of(content): content for item in found for content in item.files.values()}
+    for digest in missing:
+        connection.call("POST", protocol.SOURCES, contents[digest])
+    sent |= missing
 
 
 def _check(wanted: list[Wanted], found: list[catalog.Found]) -> None:

@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ from kserve import get_kernel, get_kernels
 from kserve.client import arguments
 from kserve.errors import LaunchError, LoadError
 from tests.support.definitions import CUDA_TOML, write_cuda
-from tests.support.place import set_up_place, tear_down_place
+from tests.support.place import shared_place
 from tests.support.processes import REPOSITORY, python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.toolchain, pytest.mark.usefixtures("gpu")]
@@ -24,11 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.toolchain, pytest.mark.usefixtures("g
 @pytest.fixture(scope="module")
 def own_place():
     """One store and one daemon for all cases here: they share kernels, not state."""
-    root = Path(tempfile.mkdtemp(prefix="kt-", dir="/tmp"))
-    with pytest.MonkeyPatch.context() as patch:
-        set_up_place(patch, root)
+    with shared_place() as root:
         yield root
-    tear_down_place(root)
 
 
 @pytest.fixture

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 
-from tests.support.place import set_up_place, tear_down_place
+from tests.support.place import shared_place
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_place():
-    root = Path(tempfile.mkdtemp(prefix="kt-", dir="/tmp"))
-    with pytest.MonkeyPatch.context() as patch:
-        set_up_place(patch, root)
+    with shared_place() as root:
         yield root
-    tear_down_place(root)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,17 @@ def set_up_place(patch: pytest.MonkeyPatch, root: Path) -> None:
     patch.setenv("KSERVE_AUTOSTART", "1")
     patch.setenv("KSERVE_IDLE_S", "60")
     client.forget()
+
+
+@contextmanager
+def shared_place() -> Iterator[Path]:
+    """A place for many tests that share kernels, not state."""
+    # Not pytest's tmp_path: a socket path holds 107 bytes.
+    root = Path(tempfile.mkdtemp(prefix="kt-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        set_up_place(patch, root)
+        yield root
+    tear_down_place(root)
 
 
 def tear_down_place(root: Path) -> None:
