@@ -6,14 +6,13 @@ The only file that reads the environment. `docs/configuration.md` lists every se
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kserve.errors import ForeignPeer, RequestError, StoreError
+from kserve.errors import RequestError, StoreError
 
 _PACKAGE = Path(__file__).resolve().parent
 # Runs a module of this very package in another interpreter, without putting the directory it lies in on that one's path.
@@ -226,55 +225,6 @@ def usable_cores() -> int:
         return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))
     except (OSError, ValueError):
         return cores
-
-
-def private_directory(path: Path) -> Path:
-    """Make the directory 0700, or check that an existing one is ours and nobody else can write to it.
-
-    Raises: ForeignPeer when it belongs to another user or others can write to it; StoreError when it cannot be made.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise StoreError(
-            f"directory {path} cannot be made: {error.strerror}",
-            hint="set KSERVE_STORE and KSERVE_RUNTIME_DIR to directories this user can write to",
-        ) from None
-    refuse_foreign(path, found, uids=frozenset({os.getuid()}))
-    return path
-
-
-def private_runtime(socket: Path) -> Path:
-    """The socket's directory and the two above it, each made and checked: one made by the way would have the umask's mode."""
-    for directory in (socket.parent.parent.parent, socket.parent.parent, socket.parent):
-        private_directory(directory)
-    return socket.parent
-
-
-def listens(path: Path) -> bool:
-    """Whether a process accepts connections on that unix socket."""
-    import socket
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True
-
-
-def refuse_foreign(path: Path, found: os.stat_result, *, uids: frozenset[int]) -> None:
-    """Raises ForeignPeer unless `path` belongs to one of `uids`, is a real directory and only its owner can write to it."""
-    reason = ""
-    if not stat.S_ISDIR(found.st_mode):
-        reason = "it is not a directory"
-    elif found.st_uid not in uids:
-        reason = f"it belongs to uid {found.st_uid}, this process is uid {os.getuid()}"
-    elif found.st_mode & 0o022:
-        reason = f"others can write to it (mode {stat.S_IMODE(found.st_mode):04o})"
-    if reason:
-        raise ForeignPeer(f"directory {path} is refused: {reason}", facts={"allowed": "owned by this user, mode 0700"})
 
 
 def built_in_roots() -> tuple[Path, ...]:

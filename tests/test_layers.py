@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kserve"
 LAYERS = [
     ["errors"],
     ["spec", "target", "expression"],
-    ["artifact", "key", "config"],
+    ["artifact", "key", "config", "ownership"],
     ["definition", "kernel_toml", "outline", "catalog", "protocol"],
     ["store", "toolchain"],
     ["build"],

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from kserve.build import reaper
 from kserve.build.staging import Staging
-from kserve.config import Settings, private_directory, python_command, worker_environment
+from kserve.config import Settings, python_command, worker_environment
 from kserve.errors import BuildError, BuildTimeout, ToolchainMissing, from_wire
+from kserve.ownership import private_directory
 from kserve.toolchain.base import Fingerprint, Job
 
 _START_TIMEOUT_S = 120.0

@@ -17,8 +17,9 @@ from typing import Any
 import kserve
 from kserve import protocol
 from kserve.client.start import log_path, start_daemon
-from kserve.config import Settings, refuse_foreign
+from kserve.config import Settings
 from kserve.errors import DaemonEnding, DaemonUnreachable, ForeignPeer, ProtocolMismatch, ServiceError, from_wire
+from kserve.ownership import refuse_foreign
 
 # A living daemon answers in under 10 ms, also beside four compilers; one that does not within this is hung.
 _HEALTH_TIMEOUT_S = 2.0

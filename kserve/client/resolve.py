@@ -15,7 +15,7 @@ from kserve.artifact import Artifact
 from kserve.client.connection import Connection
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
-from kserve.config import Settings, environment_of_process, listens, load_settings
+from kserve.config import Settings, environment_of_process, load_settings
 from kserve.errors import (
     BuildTimeout,
     CorruptArtifact,
@@ -27,6 +27,7 @@ from kserve.errors import (
     StoreError,
 )
 from kserve.key import digest_of
+from kserve.ownership import listens
 from kserve.protocol import Pending, Resolved
 from kserve.store.files import FileStore
 from kserve.target import parse_target

@@ -15,8 +15,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kserve.config import Settings, daemon_environment, listens, private_runtime, python_command
+from kserve.config import Settings, daemon_environment, python_command
 from kserve.errors import DaemonUnreachable, KserveError, from_wire
+from kserve.ownership import listens, private_runtime
 
 _START_TIMEOUT_S = 30.0
 

@@ -22,8 +22,9 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kserve.config import Settings, listens, private_runtime
+from kserve.config import Settings
 from kserve.errors import ServiceError, StoreError
+from kserve.ownership import listens, private_runtime
 from kserve.server.app import create_app
 from kserve.service import KernelService
 from kserve.store.files import FileStore

@@ -19,8 +19,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kserve.config import private_directory
 from kserve.errors import StoreError
+from kserve.ownership import private_directory
 from kserve.store.base import KINDS, check_content, checked, checked_kind, matches
 
 MARKER = "KSERVE_STORE"

@@ -15,13 +15,12 @@ from kserve.config import (
     daemon_environment,
     environment_of_process,
     load_settings,
-    private_directory,
     python_command,
-    refuse_foreign,
     usable_cores,
     worker_environment,
 )
 from kserve.errors import ForeignPeer, RequestError, StoreError
+from kserve.ownership import private_directory, refuse_foreign
 
 
 @pytest.fixture
