@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kserve.errors import RequestError, StoreError
+from kserve.ownership import network_file_system
 
 _PACKAGE = Path(__file__).resolve().parent
 # Runs a module of this very package in another interpreter, without putting the directory it lies in on that one's path.
@@ -35,6 +36,10 @@ class Settings(NamedTuple):
     """Everything that can be set, with its default. A field's environment variable is in `_VARIABLES`."""
 
     store: Path = Path("cache/store")
+    layers: tuple[Path, ...] = ()
+    max_bytes: int = 20 << 30
+    max_files: int = 500_000
+    lock: Path | None = None
     runtime_dir: Path = Path("/tmp")  # noqa: S108 - always replaced by load_settings
     kernel_path: tuple[Path, ...] = ()
     autostart: bool = True
@@ -47,6 +52,11 @@ class Settings(NamedTuple):
     job_memory_bytes: int = 16 << 30
     trusted_uids: tuple[int, ...] = ()
     log: str = "info"
+
+    @property
+    def stores(self) -> str:
+        """Writable store and layers as KSERVE_STORE names them."""
+        return os.pathsep.join(map(str, (self.store, *self.layers)))
 
     @property
     def socket(self) -> Path:
@@ -76,6 +86,14 @@ def _flag(text: str) -> bool:
 
 def _paths(text: str) -> tuple[Path, ...]:
     return tuple(_path(part) for part in text.split(os.pathsep) if part)
+
+
+def _stores(text: str) -> tuple[Path | None, ...]:
+    """The writable store, then the read-only ones below it; None where the first is left to the default."""
+    if not text:
+        raise ValueError
+    first, *layers = text.split(os.pathsep)
+    return (_path(first) if first else None, *map(_path, filter(None, layers)))
 
 
 def _path(text: str) -> Path:
@@ -110,7 +128,10 @@ def _level(text: str) -> str:
 
 # field -> (environment variable, reader, what is allowed)
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "store": ("KSERVE_STORE", _path, "a directory"),
+    "store": ("KSERVE_STORE", _stores, "a directory, then read-only ones below it, separated by colons"),
+    "max_bytes": ("KSERVE_MAX_BYTES", _count, "a whole number of bytes"),
+    "max_files": ("KSERVE_MAX_FILES", _count, "a whole number from 1"),
+    "lock": ("KSERVE_LOCK", _path, "a file"),
     "runtime_dir": ("KSERVE_RUNTIME_DIR", _path, "a directory"),
     "kernel_path": ("KSERVE_PATH", _paths, "directories, separated by colons"),
     "autostart": ("KSERVE_AUTOSTART", _flag, "0 or 1"),
@@ -144,7 +165,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
         if text:
             values[field] = _read(variable, text, reader=reader, allowed=allowed)
     values.update({field: value for field, value in (flags or {}).items() if value is not None})
-    return Settings(**values)
+    first, *layers = values.pop("store")
+    return Settings(store=first or _default_store(environ), layers=tuple(layers), **values)
 
 
 def _read(source: str, text: str, *, reader: Callable[[str], Any], allowed: str) -> Any:
@@ -187,7 +209,7 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "store": _default_store(environ),
+        "store": (None,),
         "runtime_dir": Path(environ.get("XDG_RUNTIME_DIR") or f"/tmp/kserve-{os.getuid()}"),  # noqa: S108 - verified
         "autostart": not any(environ.get(name) for name in _NO_AUTOSTART),
         "jobs": usable_cores(),
@@ -199,7 +221,7 @@ def _default_store(environ: Mapping[str, str]) -> Path:
     if (checkout / "pyproject.toml").is_file() and (checkout / "cuda_src").is_dir():
         return checkout / "cache" / "store"
     cache = environ.get("XDG_CACHE_HOME") or (environ["HOME"] + "/.cache" if environ.get("HOME") else "")
-    if cache and _makeable(Path(cache)):
+    if cache and _makeable(Path(cache)) and not network_file_system(Path(cache)):
         return Path(cache).resolve() / "kserve"
     scratch = environ.get("SLURM_TMPDIR") or environ.get("TMPDIR") or "/var/tmp"  # noqa: S108 - verified on opening
     return Path(scratch).resolve() / f"kserve-{os.getuid()}"

@@ -8,6 +8,43 @@ from pathlib import Path
 
 from kserve.errors import ForeignPeer, StoreError
 
+# Other machines write to these: their locks and times are not this machine's alone. (9p and virtiofs are a host's own here.)
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "pvfs", "ocfs2", "gfs2")
+_NETWORK_FUSE = (
+    "sshfs",
+    "gcsfuse",
+    "s3fs",
+    "juicefs",
+    "glusterfs",
+    "ceph",
+    "rclone",
+    "blobfuse",
+    "mountpoint-s3",
+    "mfs",
+    "nfs",
+)
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
+    """The type of the file system the path lies on, or would, when other machines may write to it; else None.
+
+    Args:
+        mounts: a file in the form of proc_pid_mountinfo(5).
+    """
+    try:
+        lines = mounts.read_text().splitlines()
+        place = os.fsencode(path.resolve())
+    except OSError:
+        return None
+    longest, kind = b"", ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        point = left.split()[4].encode().decode("unicode_escape").encode("latin-1")  # a space is written \040
+        if (place + b"/").startswith(point.rstrip(b"/") + b"/") and len(point) >= len(longest):
+            longest, kind = point, right.split()[0]
+    return kind if kind.startswith(_NETWORK) or kind.removeprefix("fuse.").startswith(_NETWORK_FUSE) else None
+
 
 def private_directory(path: Path) -> Path:
     """Make the directory 0700, or check that an existing one is ours and nobody else can write to it.

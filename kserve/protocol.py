@@ -24,6 +24,9 @@ BUILDS = "/v1/builds"
 ARTIFACTS = "/v1/artifacts"
 WHY = "/v1/why"
 VERIFY = "/v1/verify"
+PRUNE = "/v1/prune"
+PINS = "/v1/pins"
+QUARANTINE = "/v1/quarantine"
 SHUTDOWN = "/v1/shutdown"
 
 # Where a kernel came from, the most expensive first: several variants are described by the worst of theirs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -31,7 +32,10 @@ from kserve.key import canonical_json, digest_of
 from kserve.outline import FILE_NAME
 from kserve.protocol import Pending, Resolved
 from kserve.store.artifacts import Artifacts, remember
+from kserve.store.collect import Bounds
 from kserve.store.files import FileStore
+from kserve.store.layers import Layers
+from kserve.store.upkeep import Upkeep
 from kserve.target import parse_target
 from kserve.toolchain.base import Built
 
@@ -69,12 +73,16 @@ class KernelService:
 
     def __init__(self, settings: Settings, store: FileStore) -> None:
         self.settings = settings
-        self.artifacts = Artifacts(store)
         self._scratch = store.root / "tmp"
         self.pool = Pool(settings, self._scratch)
-        self.leases = Leases(failure_memory_s=settings.failure_memory_s)
+        bounds = Bounds(settings.max_bytes, settings.max_files)
+        self.upkeep = Upkeep(store, bounds, in_use=lambda: tuple(self.leases.running))
+        layers = Layers(settings.layers, uids=frozenset({os.getuid(), *settings.trusted_uids}))
+        self.artifacts = Artifacts(self.upkeep, layers)
+        self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
         self.counters: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
         self._closing = False
         # What was made of the same bytes before: definitions by digest, plans by wish.
         self._definitions: dict[str, KernelDef] = {}
@@ -86,9 +94,8 @@ class KernelService:
         Raises: KserveError of any kind; a failed build raises the same error for everybody who waits.
         """
         self.counters["requests"] += 1
-        missing = [digest for digest in request.files.values() if self.artifacts.get(f"source/{digest}") is None]
-        if missing:
-            return MissingSources(sorted(set(missing)))
+        if self._definition(request) is None:
+            return self._missing(request)
         planning = asyncio.create_task(self._plan(request))
         planning.add_done_callback(lambda task: task.cancelled() or task.exception())
         began = time.monotonic()
@@ -101,7 +108,10 @@ class KernelService:
         owed = {key: self.leases.collect(key, client) for key in {plan.key for plan in plans}}
         for plan in plans:
             self.leases.check(plan.key)
-        found = [self._lookup(plan, client, owed[plan.key]) or self._lease(plan, request, client) for plan in plans]
+        hits = [self._lookup(plan, client, owed[plan.key]) for plan in plans]
+        if any(hit is None for hit in hits) and (missing := self._missing(request)).digests:
+            return missing
+        found = [hit or self._lease(plan, request, client) for hit, plan in zip(hits, plans, strict=True)]
         leases = [item for item in found if isinstance(item, Lease)]
         tasks = [lease.task for lease in leases if lease.task is not None]
         if tasks:
@@ -114,6 +124,7 @@ class KernelService:
 
     async def _plan(self, request: KernelRequest) -> list[Plan]:
         definition = self._definition(request)
+        assert definition is not None
         entry = definition.entries.get(request.name)
         if entry is None:
             raise UnknownKernel(f"{FILE_NAME} defines no {request.name!r}: {closest(request.name, [*definition.entries])}")
@@ -129,14 +140,24 @@ class KernelService:
             remember(self._plans, wish, plans)
         return plans
 
-    def _definition(self, request: KernelRequest) -> KernelDef:
+    def _definition(self, request: KernelRequest) -> KernelDef | None:
+        """The request's definition; None when its bytes were never sent."""
         digest = request.files.get(FILE_NAME)
-        content = self.artifacts.get(f"source/{digest}") if digest else None
-        if digest is None or content is None:
+        if digest is None:
             raise InvalidDefinition(f"a request for {request.name} names no {FILE_NAME}")
         if digest not in self._definitions:
+            content = self.artifacts.get(f"source/{digest}")
+            if content is None:
+                return None
             remember(self._definitions, digest, read_definition(content, origin=FILE_NAME))
         return self._definitions[digest]
+
+    def _missing(self, request: KernelRequest) -> MissingSources:
+        """The files that have to be sent; those that are here are in use from now on."""
+        names = {digest: f"source/{digest}" for digest in request.files.values()}
+        for name in names.values():
+            self.artifacts.files.touch(name)
+        return MissingSources(sorted(digest for digest, name in names.items() if self.artifacts.get(name) is None))
 
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
         """What the store has. A client that was told "pending" gets the result it is `owed`, a failure too."""
@@ -144,9 +165,10 @@ class KernelService:
             raise owed.error
         began = time.monotonic()
         manifest = self.artifacts.manifest(plan.key)
-        if manifest is None or self.artifacts.payload(manifest) is None:
+        if manifest is None or not self.artifacts.is_sound(manifest):
             return None
         self.counters["hits"] += 1
+        self.upkeep.touch(plan.key)
         origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
         logger.debug("hit key=%s name=%s target=%s", plan.key[:12], plan.name, plan.target)
         return Resolved(manifest, origin, seconds)
@@ -177,7 +199,7 @@ class KernelService:
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
             await self._check_compiler(plan, environment)
-            manifest = self._publish(plan, _built(built), staging, lease)
+            manifest = await asyncio.to_thread(self._publish, plan, _built(built), staging, lease)
             self.counters["built"] += 1
             logger.info(
                 'built key=%s name=%s target=%s variant=%s seconds=%.2f size_bytes=%d reason="%s"',
@@ -231,11 +253,24 @@ class KernelService:
         self.artifacts.publish(manifest, [payload, *attachments.values()])
         return manifest
 
+    def lifetime(self) -> dict[str, int]:
+        """The counters since the store was made."""
+        return dict(Counter(self.upkeep.index.counters()) + (self.counters - self._counted))
+
+    async def tend(self) -> None:
+        """What has to be done now and then: a disk that works again gets what memory kept, the index the counters."""
+        await asyncio.to_thread(self.artifacts.restore)
+        new, self._counted = self.counters - self._counted, self.counters.copy()
+        if new:
+            await asyncio.to_thread(self.upkeep.index.count, new)
+
     async def close(self) -> None:
         """End every build and every worker; start none any more."""
         self._closing = True
         await self.leases.cancel()
         await self.pool.close()
+        await self.tend()
+        self.upkeep.close()
 
 
 def _outcome(lease: Lease, client: str) -> Resolved:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kserve.artifact import Manifest
-from kserve.errors import BuildError, CompileFailed, DaemonEnding, KserveError, RequestError
+from kserve.errors import BuildError, CompileFailed, DaemonEnding, KserveError, RequestError, from_wire
 
 _REMEMBERED = 2000
 
@@ -74,20 +76,36 @@ class Lease:
         }
 
 
+class FailureMemory(Protocol):
+    """Where remembered failures survive a restart: key, error as JSON, seconds since 1970 when it is forgotten."""
+
+    def failures(self) -> list[tuple[str, str, float]]:
+        """Those that are still remembered."""
+
+    def remember_failure(self, key: str, error: str, *, for_s: float) -> None:
+        """Keep one."""
+
+
 class Leases:
     """All running builds by key, the last ended ones, and the failures that are remembered.
 
     Args:
         failure_memory_s: how long a compile error answers for its key without a new attempt.
+        failures:         keeps it over a restart of the daemon.
     """
 
-    def __init__(self, *, failure_memory_s: float) -> None:
+    def __init__(self, *, failure_memory_s: float, failures: FailureMemory | None = None) -> None:
         self._failure_memory_s = failure_memory_s
+        self._failures = failures
         self._numbers = itertools.count(1)
         self.running: dict[str, Lease] = {}
         self.ended: deque[Lease] = deque(maxlen=_REMEMBERED)
         self._last: dict[str, Lease] = {}
         self._failed: dict[str, tuple[float, KserveError]] = {}
+        for key, error, until in failures.failures() if failures else ():
+            left_s = min(until - time.time(), failure_memory_s)  # whatever became of the clock
+            with contextlib.suppress(ValueError):
+                self._failed[key] = (time.monotonic() + left_s, from_wire(json.loads(error)))
 
     def join(self, key: str, client: str) -> Lease | None:
         """The running build of that key, if there is one."""
@@ -137,6 +155,8 @@ class Leases:
         now = time.monotonic()
         self._failed = {other: failure for other, failure in self._failed.items() if failure[0] > now}
         self._failed[key] = (now + self._failure_memory_s, error)
+        if self._failures:
+            self._failures.remember_failure(key, json.dumps(error.to_wire()), for_s=self._failure_memory_s)
 
     def _finish(self, lease: Lease, error: KserveError | None) -> None:
         lease.end(error)

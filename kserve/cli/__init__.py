@@ -146,7 +146,12 @@ def _status(arguments: argparse.Namespace) -> int:
         {
             "version": f"{found['version']}, pid {found['pid']}, up {found['uptime_s']:.0f} s",
             "socket": found["socket"],
-            "store": f"{store['path']}: {store['n_artifacts']} artifacts, {store['size_bytes'] / 1e6:.1f} MB on disk",
+            "store": f"{store['path']}: {store['n_artifacts']} artifacts, {store['n_pinned']} pinned",
+            "use": f"{store['size_bytes'] / 1e6:.1f} of {store['max_bytes'] / 1e6:.0f} MB, "
+            f"{store['n_files']} of {store['max_files']} files",
+            "layers": ", ".join(store["layers"]) or "none",
+            "refused": "; ".join(store["refused_layers"].values()) or "none",
+            "quarantine": f"{store['n_in_quarantine']} files, {store['n_quarantined']} since the start",
             "state": store["degraded"] or "sound",
             "builds": f"{found['n_running']} running, {found['n_queued']} queued, {found['jobs']} at once",
             "counters": ", ".join(f"{count} {name}" for name, count in sorted(counters.items())) or "none yet",

@@ -29,6 +29,20 @@ def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
         show.add_argument(f"--{kind}", action="store_true", help=f"print its {kind} and nothing else")
     verify = command(commands, "verify", _verify, "check every record of the store against its digest")
     verify.add_argument("--sample", type=int, metavar="N", help="check at most N records of each kind, drawn at random")
+    prune = command(commands, "prune", _prune, "remove artifacts; without a choice, only what is over the bounds or unused")
+    prune.add_argument("key", nargs="*", help="keys, or at least the first 6 digits of them")
+    prune.add_argument("--name", default="", help="only this kernel's")
+    prune.add_argument("--target", default="", help="only those for this target")
+    prune.add_argument("--unused-days", type=float, default=0.0, metavar="N", help="only those that nobody used for N days")
+    prune.add_argument("--all", action="store_true", help="every artifact that is not pinned")
+    prune.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    pin = command(commands, "pin", _pin, "never evict these artifacts")
+    pin.add_argument("key", nargs="*", help="keys, or at least the first 6 digits of them; without any: list the pins")
+    pin.add_argument("--note", default="by hand", help="who wants that")
+    unpin = command(commands, "unpin", _unpin, "let these artifacts be evicted again")
+    unpin.add_argument("key", nargs="+", help="keys, or at least the first 6 digits of them")
+    quarantine = command(commands, "quarantine", _quarantine, "list the damaged records that were put aside")
+    quarantine.add_argument("--purge", action="store_true", help="remove them")
     why = command(commands, "why", _why, "say what makes one key differ from another")
     why.add_argument("key", help="a key, or at least the first 6 digits of it")
     why.add_argument("other", nargs="?", help="the key to compare with; left out, the nearest of the same kernel")
@@ -41,10 +55,19 @@ def _ls(arguments: argparse.Namespace) -> int:
         say(json.dumps(found, indent=2))
         return 0
     rows = [
-        [a["key"][:12], a["name"], a["target"], a["variant"], f"{a['size_bytes']} B", _ago(a["created_at"]), _spec(a["spec"])]
+        [
+            a["key"][:12],
+            a["name"],
+            a["target"],
+            a["variant"],
+            f"{a['size_bytes']} B",
+            _ago(a["created_at"]),
+            "*" * a["pinned"],
+            _spec(a["spec"]),
+        ]
         for a in found["artifacts"]
     ]
-    say(table(["KEY", "NAME", "TARGET", "VARIANT", "SIZE", "BUILT", "SPEC"], rows))
+    say(table(["KEY", "NAME", "TARGET", "VARIANT", "SIZE", "BUILT", "PIN", "SPEC"], rows))
     return 0
 
 
@@ -90,6 +113,63 @@ def _verify(arguments: argparse.Namespace) -> int:
     text = [f"{found['n_checked']} records checked, {len(bad)} bad", *(f"  {name}" for name in bad)]
     say(json.dumps(found, indent=2) if arguments.json else "\n".join(text))
     return STATUS["corrupt-artifact"][1] if bad else 0
+
+
+def _call(arguments: argparse.Namespace, path: str, body: Any = None, *, method: str = "POST") -> Any:
+    """The daemon's answer, printed as it is where JSON is wanted."""
+    found = Connection(load_settings()).call(method, path, body, wait_s=_VERIFY_TIMEOUT_S, start=True)
+    if arguments.json:
+        say(json.dumps(found, indent=2))
+    return found
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    body = {
+        "keys": arguments.key,
+        "name": arguments.name,
+        "target": arguments.target,
+        "unused_s": arguments.unused_days * 86400,
+        "all": arguments.all,
+        "dry_run": arguments.dry_run,
+    }
+    found = _call(arguments, protocol.PRUNE, body)
+    if not arguments.json:
+        word = "would be removed" if found["dry_run"] else f"removed, {found['freed_bytes'] / 1e6:.1f} MB freed"
+        kept = f", {len(found['pinned'])} pinned ones kept" if found["pinned"] else ""
+        say("\n".join([f"{len(found['keys'])} artifacts {word}{kept}", *(f"  {key[:12]}" for key in found["keys"])]))
+    return 0
+
+
+def _pin(arguments: argparse.Namespace) -> int:
+    if not arguments.key:
+        found = _call(arguments, protocol.PINS, method="GET")
+        if not arguments.json:
+            say(table(["KEY", "NOTE"], [[key[:12], note] for key, note in found["pins"].items()]))
+        return 0
+    found = _call(arguments, protocol.PINS, {"keys": arguments.key, "note": arguments.note})
+    if not arguments.json:
+        say("\n".join(f"pinned {key[:12]}" for key in found["pinned"]))
+    return 0
+
+
+def _unpin(arguments: argparse.Namespace) -> int:
+    found = _call(arguments, protocol.PINS + "/remove", {"keys": arguments.key})
+    if not arguments.json:
+        say("\n".join(f"unpinned {key[:12]}" for key in found["unpinned"]) or "none of these is pinned")
+    return 0
+
+
+def _quarantine(arguments: argparse.Namespace) -> int:
+    if arguments.purge:
+        found = _call(arguments, protocol.QUARANTINE + "/purge")
+        text = f"{found['n_files']} files removed, {found['freed_bytes'] / 1e6:.1f} MB freed"
+    else:
+        found = _call(arguments, protocol.QUARANTINE, method="GET")
+        rows = [[file["name"], f"{file['size_bytes']} B", _ago(file["put_aside_at"])] for file in found["files"]]
+        text = table(["FILE", "SIZE", "PUT ASIDE"], rows)
+    if not arguments.json:
+        say(text)
+    return 0
 
 
 def _why(arguments: argparse.Namespace) -> int:

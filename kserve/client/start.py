@@ -42,7 +42,7 @@ def start_daemon(settings: Settings, *, idle_s: float) -> None:
         if log.exists():
             log.replace(log.with_suffix(".log.1"))
         environment = daemon_environment()
-        environment.update(KSERVE_STORE=str(settings.store), KSERVE_RUNTIME_DIR=str(settings.runtime_dir))
+        environment.update(KSERVE_STORE=settings.stores, KSERVE_RUNTIME_DIR=str(settings.runtime_dir))
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             done = subprocess.run(

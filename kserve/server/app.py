@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kserve
 from kserve.errors import KserveError, RequestError
-from kserve.server.routes import router
+from kserve.server import routes, upkeep
 from kserve.service import KernelService
 
 
@@ -31,7 +31,8 @@ def create_app(service: KernelService, *, stop: Callable[[], None]) -> FastAPI:
     app.state.started_at = time.time()
     app.state.last_request = time.monotonic()
     app.state.n_open = 0
-    app.include_router(router)
+    for part in (routes, upkeep):
+        app.include_router(part.router)
     app.add_exception_handler(KserveError, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)

@@ -13,6 +13,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -123,6 +124,8 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     logger.info("listening socket=%s store=%s pid=%d", settings.socket, settings.store, os.getpid())
+    # A thread of its own: the end of the daemon does not wait for it.
+    threading.Thread(target=service.upkeep.start, name="upkeep", daemon=True).start()
     watch = asyncio.create_task(_watch(app, service, lock, stop))
     try:
         await server.serve(sockets=[listener])
@@ -145,6 +148,7 @@ async def _watch(app: Any, service: KernelService, lock: IO[str], stop: Callable
             logger.info("idle seconds=%.0f", idle_s)
             stop()
             return
+        await service.tend()
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -54,3 +54,33 @@ class ResolveModel(_Model):
     client: Text
     wait_s: float = Field(ge=0, le=600)
     kernels: list[KernelModel] = Field(max_length=1000)
+
+
+KeyPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{6,64}$")]
+
+
+class KeysModel(_Model):
+    """Artifacts, by their keys or the beginnings of them."""
+
+    keys: list[KeyPrefix] = Field(min_length=1, max_length=10_000)
+
+
+class PinModel(KeysModel):
+    """Artifacts to keep, and who wants that."""
+
+    note: Text = "by hand"
+
+
+class PruneModel(_Model):
+    """Which artifacts to remove: those that fit every condition that is given; `all` where none is."""
+
+    keys: list[KeyPrefix] = Field(default=[], max_length=10_000)
+    name: Text = ""
+    target: Text = ""
+    unused_s: float = Field(default=0.0, ge=0, le=1e10)
+    all: bool = False
+    dry_run: bool = False
+
+    @property
+    def selects(self) -> bool:
+        return bool(self.all or self.keys or self.name or self.target or self.unused_s)

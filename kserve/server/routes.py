@@ -58,14 +58,31 @@ async def status(request: Request, service: Service) -> dict[str, Any]:
         "n_running": service.pool.n_running,
         "n_queued": service.pool.n_queued,
         "counters": dict(service.counters),
+        "lifetime": service.lifetime(),
         "workers": service.pool.to_json(),
         "store": {
             "path": str(service.artifacts.files.root),
-            "size_bytes": await asyncio.to_thread(service.artifacts.files.size_bytes),
-            "n_artifacts": len(service.artifacts.keys()),
-            "n_quarantined": service.artifacts.files.n_quarantined,
-            "degraded": service.artifacts.degraded,
+            **await asyncio.to_thread(_store_status, service),
         },
+    }
+
+
+def _store_status(service: KernelService) -> dict[str, Any]:
+    artifacts, upkeep = service.artifacts, service.upkeep
+    usage = upkeep.usage()
+    return {
+        "size_bytes": usage.size_bytes,
+        "n_files": usage.n_files,
+        "max_bytes": upkeep.bounds.max_bytes,
+        "max_files": upkeep.bounds.max_files,
+        "n_artifacts": len(artifacts.keys()),
+        "n_pinned": len(upkeep.pins()),
+        "n_quarantined": artifacts.files.n_quarantined,
+        "n_in_quarantine": len(artifacts.files.put_aside()),
+        "layers": [str(store.root) for store in artifacts.layers.stores],
+        "refused_layers": {str(root): why for root, why in artifacts.layers.refused.items()},
+        "index": upkeep.index.stale or "sound",
+        "degraded": artifacts.degraded,
     }
 
 
@@ -121,7 +138,7 @@ async def add_source(service: Service, request: Request) -> dict[str, str]:
         content += chunk
         if len(content) > _LARGEST_SOURCE_BYTES:
             raise RequestError(f"a source is larger than {_LARGEST_SOURCE_BYTES} bytes")
-    return {"digest": service.artifacts.add_source(content)}
+    return {"digest": await asyncio.to_thread(service.artifacts.add_source, content)}
 
 
 @router.get(protocol.BUILDS)
@@ -146,9 +163,14 @@ async def artifacts(
     target: Annotated[str, Query(max_length=100)] = "",
 ) -> dict[str, Any]:
     """Every artifact in the store, newest first."""
+    return {"artifacts": await asyncio.to_thread(_listed, service, name, target)}
+
+
+def _listed(service: KernelService, name: str, target: str) -> list[dict[str, Any]]:
     found = [m for m in service.artifacts.manifests() if name in ("", m.name) and target in ("", m.target)]
     found.sort(key=lambda manifest: -manifest.created_at)
-    return {"artifacts": [_summary(manifest) for manifest in found]}
+    pinned = service.upkeep.pins()
+    return [{**_summary(manifest), "pinned": manifest.key in pinned} for manifest in found]
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:
@@ -159,7 +181,7 @@ def _summary(manifest: Manifest) -> dict[str, Any]:
 @router.get(protocol.ARTIFACTS + "/{key}")
 async def one_artifact(key: KeyPrefix, service: Service) -> dict[str, Any]:
     """One artifact by its key, or the beginning of it: manifest with key components and launch contract, log, PTX."""
-    manifest = _find(service, key)
+    manifest = find(service, key)
     texts = {kind: service.artifacts.attachment(manifest, kind) for kind in sorted(manifest.attachments)}
     return {"manifest": manifest.to_json(), "attachments": texts}
 
@@ -167,15 +189,16 @@ async def one_artifact(key: KeyPrefix, service: Service) -> dict[str, Any]:
 @router.get(protocol.ARTIFACTS + "/{key}/payload", response_class=Response)
 async def payload(key: KeyPrefix, service: Service) -> Response:
     """The verified binary."""
-    manifest = _find(service, key)
+    manifest = find(service, key)
     content = service.artifacts.payload(manifest)
     if content is None:
         raise CorruptArtifact(f"payload of {key[:12]} was damaged and is put aside", hint="ask for the kernel again")
     return Response(content, media_type="application/octet-stream", headers={"x-kserve-digest": manifest.digest})
 
 
-def _find(service: KernelService, prefix: str) -> Manifest:
-    keys = [prefix] if len(prefix) == 64 else list(filter(lambda known: known.startswith(prefix), service.artifacts.keys()))
+def find(service: KernelService, prefix: str) -> Manifest:
+    """The one artifact whose key begins so. Raises: NotBuilt, RequestError when there are several."""
+    keys = [prefix] if len(prefix) == 64 else service.artifacts.keys(prefix)
     if len(keys) > 1:
         raise RequestError(f"{len(keys)} artifacts begin with {prefix!r}", facts={"keys": ", ".join(sorted(keys)[:5])})
     manifest = service.artifacts.manifest(keys[0]) if keys else None
@@ -187,8 +210,8 @@ def _find(service: KernelService, prefix: str) -> Manifest:
 @router.get(protocol.WHY)
 async def why(service: Service, key: KeyText, other: KeyText | None = None) -> dict[str, Any]:
     """Why a key is not another: the components that differ. Without `other` the nearest artifact of the same kernel."""
-    manifest = _find(service, key)
-    against = _find(service, other).key if other else None
+    manifest = find(service, key)
+    against = find(service, other).key if other else None
     if against is None:
         near = service.artifacts.reasons.nearest(manifest.key, manifest.name, manifest.variant, manifest.components)
         against = near[0] if near else None

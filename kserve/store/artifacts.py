@@ -1,10 +1,12 @@
 """Artifacts over a node's store: verified reads, one way to publish, and what happens when the disk refuses.
 
-A damaged or half-lost entry is a miss. What the disk does not take is kept in memory and served from there.
+A damaged or half-lost entry is a miss. What the disk does not take is kept in memory, served from there, and written down when
+the disk works again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import TypeVar
@@ -12,9 +14,11 @@ from typing import TypeVar
 from kserve.artifact import Manifest, manifest_from_bytes
 from kserve.errors import CorruptArtifact, StoreError
 from kserve.key import digest_of
-from kserve.store.base import MemoryStore
+from kserve.store.base import KINDS, MemoryStore
 from kserve.store.files import FileStore
+from kserve.store.layers import Layers
 from kserve.store.reasons import Reasons
+from kserve.store.upkeep import Upkeep
 
 logger = logging.getLogger("kserve")
 _MOST_REMEMBERED = 2000
@@ -24,53 +28,95 @@ _Value = TypeVar("_Value")
 
 
 class Artifacts:
-    """The artifacts of one store.
+    """The artifacts of one store and the read-only layers below it.
 
     Args:
-        files: the store, writable.
+        upkeep: of the writable store.
     Attributes:
-        degraded: why the last write or read failed; empty while the disk does its work.
+        degraded: why the disk refused; empty when it works and has everything that was built.
     """
 
-    def __init__(self, files: FileStore) -> None:
-        self.files = files
-        self.degraded = ""
+    def __init__(self, upkeep: Upkeep, layers: Layers, *, degraded: str = "") -> None:
+        self.files: FileStore = upkeep.files
+        self.upkeep = upkeep
+        self.layers = layers
+        self.degraded = degraded
         self._memory = MemoryStore()
         self._manifests: dict[str, tuple[bytes, Manifest]] = {}
+        self._sound: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._reasons: Reasons | None = None
+        upkeep.on_evicted(self._evicted)
 
     def get(self, name: str) -> bytes | None:
         """A record's bytes; None where it is not there, was damaged, or cannot be read now."""
-        found = self._memory.get(name)
-        if found is not None:
-            return found
         try:
-            return self.files.get(name)
+            return self._read(name)
         except StoreError as error:
             self._degrade(error)
-            return None
+            return self.layers.get(name)
 
-    def put(self, name: str, content: bytes) -> None:
-        """Write a record, to memory where the disk refuses."""
+    def _read(self, name: str) -> bytes | None:
+        """Memory, the store, the layers. Raises: StoreError when the store cannot be read now."""
+        for tier in (self._memory, self.files, self.layers):
+            found = tier.get(name)
+            if found is not None:
+                return found
+        return None
+
+    def put(self, name: str, content: bytes) -> bool:
+        """Write a record, to memory where the disk refuses; whether it reached the disk."""
         try:
             self.files.put(name, content)
-            self.degraded = ""
         except StoreError as error:
             self._degrade(error)
             self._memory.put(name, content)
+            return False
+        return True
 
     def publish(self, manifest: Manifest, payloads: list[bytes]) -> None:
         """Payloads first, manifest last: a reader never sees half an entry."""
-        for content in payloads:
-            self.put(f"payload/{digest_of(content)}", content)
-        self.put(f"manifest/{manifest.key}", manifest.to_bytes())
+        records = {f"payload/{digest_of(content)}": content for content in payloads}
+        records[f"manifest/{manifest.key}"] = manifest.to_bytes()
+        with self.upkeep.publishing():
+            written = [name for name, content in records.items() if self.put(name, content)]
+            is_whole = len(written) == len(records)
+            self.upkeep.written(written, manifest if is_whole else None)
         self.reasons.learn(manifest)
+        self.restore()
 
     def add_source(self, content: bytes) -> str:
         """Keep an uploaded file; its digest."""
         digest = digest_of(content)
-        self.put(f"source/{digest}", content)
+        if self.put(f"source/{digest}", content):
+            self.upkeep.written([f"source/{digest}"])
         return digest
+
+    def restore(self) -> None:
+        """Ask the disk whether it works again, and write down what memory has kept for it."""
+        if not self.degraded and not any(True for kind in KINDS for _ in self._memory.keys(kind)):
+            return
+        try:
+            self.files.probe()
+            for kind in KINDS:  # content first, manifests after it
+                for key in self._memory.keys(kind):
+                    self._write_down(f"{kind}/{key}")
+        except StoreError as error:
+            self._degrade(error)
+            return
+        if self.degraded:
+            logger.info("restored store=%s", self.files.root)
+        self.degraded = ""
+
+    def _write_down(self, name: str) -> None:
+        content = self._memory.get(name) or b""
+        manifest = None
+        if name.startswith("manifest/"):
+            with contextlib.suppress(CorruptArtifact):
+                manifest = manifest_from_bytes(content, key=name.partition("/")[2])
+        with self.upkeep.publishing():
+            self.files.put(name, content)
+            self.upkeep.written([name], manifest)
+        self._memory.delete(name)
 
     def manifest(self, key: str) -> Manifest | None:
         """The stored manifest; a damaged one is put aside and is a miss."""
@@ -86,24 +132,41 @@ class Artifacts:
             logger.warning("quarantined key=%s error=%s", key[:12], error.message)
             self.files.quarantine(f"manifest/{key}")
             self.reasons.lose(key, "quarantined: manifest damaged")
-            return None
+            return self._below(key)
         remember(self._manifests, key, (content, manifest))
         return manifest
+
+    def _below(self, key: str) -> Manifest | None:
+        """The manifest in the layers, where the store's own was damaged."""
+        content = self.layers.get(f"manifest/{key}")
+        with contextlib.suppress(CorruptArtifact):
+            return manifest_from_bytes(content or b"", key=key)
+        return None
+
+    def is_sound(self, manifest: Manifest) -> bool:
+        """Whether the payload is there and whole. Hashed again only when the file was touched since: who loads it hashes it.
+
+        Raises: StoreError when it cannot be read now.
+        """
+        stamp = self.files.stamp(f"payload/{manifest.digest}")
+        if stamp and self._sound.get(manifest.key) == (manifest.digest, stamp):
+            return True
+        if self.payload(manifest) is None:
+            return False
+        if stamp:
+            remember(self._sound, manifest.key, (manifest.digest, stamp))
+        return True
 
     def payload(self, manifest: Manifest) -> bytes | None:
         """The verified binary; without it the manifest is worth nothing and is dropped.
 
         Raises: StoreError when it cannot be read now: that is no reason to drop anything.
         """
-        name = f"payload/{manifest.digest}"
-        content = self._memory.get(name) or self.files.get(name)
+        content = self._read(f"payload/{manifest.digest}")
         if content is None:
             logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
             self.reasons.lose(manifest.key, "quarantined: digest mismatch")
-            try:
-                self.files.delete(f"manifest/{manifest.key}")
-            except StoreError as error:
-                self._degrade(error)
+            self.upkeep.drop(manifest.key)
             self._memory.delete(f"manifest/{manifest.key}")
         return content
 
@@ -113,9 +176,9 @@ class Artifacts:
         content = self.get(f"payload/{digest}") if digest else None
         return None if content is None else content.decode(errors="replace")
 
-    def keys(self) -> list[str]:
-        """The keys of every artifact, in order."""
-        return sorted({*self.files.keys("manifest"), *self._memory.keys("manifest")})
+    def keys(self, prefix: str = "") -> list[str]:
+        """The keys of every artifact that begin so, in order."""
+        return sorted({key for tier in (self.files, self._memory, self.layers) for key in tier.keys("manifest", prefix)})
 
     def manifests(self) -> list[Manifest]:
         """Every readable manifest."""
@@ -123,17 +186,30 @@ class Artifacts:
 
     @property
     def reasons(self) -> Reasons:
-        """What was built before, read from the store when it is first needed: its thousand entries built last."""
+        """What was built before, read from the store when it is first needed: its thousand entries used last."""
         if self._reasons is None:
-            self._reasons = Reasons()
-            latest = sorted(self.manifests(), key=lambda manifest: manifest.created_at)[-_MOST_LEARNT:]
-            for manifest in latest:
-                self._reasons.learn(manifest)
+            learnt = Reasons()
+            latest = sorted(self.files.stats("manifest"), key=lambda found: found[1].st_mtime)[-_MOST_LEARNT:]
+            known = [manifest for key, _ in latest if (manifest := self._below_or_here(key)) is not None]
+            for manifest in sorted(known, key=lambda manifest: manifest.created_at):
+                learnt.learn(manifest)
+            self._reasons = learnt
         return self._reasons
+
+    def _below_or_here(self, key: str) -> Manifest | None:
+        """A manifest that is read without a word about a damaged one: its own request will say it."""
+        with contextlib.suppress(CorruptArtifact, StoreError):
+            return manifest_from_bytes(self.files.get(f"manifest/{key}") or b"", key=key)
+        return None
 
     def reason_for(self, key: str, name: str, variant: str, components: Mapping[str, str]) -> str:
         """Why that key has to be built."""
         return self.reasons.of(key, name, variant, components)
+
+    def _evicted(self, key: str) -> None:
+        self._manifests.pop(key, None)
+        self._sound.pop(key, None)
+        self.reasons.lose(key, "evicted")
 
     def _degrade(self, error: StoreError) -> None:
         if not self.degraded:
@@ -145,5 +221,5 @@ def remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
     """Keep it, and the memory bounded: when that is full, the oldest half goes."""
     if len(known) >= _MOST_REMEMBERED:
         for old in list(known)[: _MOST_REMEMBERED // 2]:
-            del known[old]
+            known.pop(old, None)
     known[key] = value

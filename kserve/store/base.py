@@ -13,8 +13,9 @@ from typing import Protocol
 from kserve.key import digest_of
 
 CONTENT_ADDRESSED = ("payload", "source")
-KINDS = (*CONTENT_ADDRESSED, "manifest")
+KINDS = (*CONTENT_ADDRESSED, "manifest", "pin")
 _NAME = re.compile(rf"({'|'.join(KINDS)})/[0-9a-f]{{64}}")
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class Store(Protocol):
@@ -32,8 +33,8 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Remove a record; one that is not there is no error."""
 
-    def keys(self, kind: str) -> Iterator[str]:
-        """The hex part of every record of that kind, in no order. A ValueError for a kind that does not exist."""
+    def keys(self, kind: str, prefix: str = "") -> Iterator[str]:
+        """The hex part of every record of that kind that begins so, in no order. A ValueError for no kind."""
 
 
 class MemoryStore:
@@ -51,9 +52,9 @@ class MemoryStore:
     def delete(self, name: str) -> None:
         self._records.pop(checked(name), None)
 
-    def keys(self, kind: str) -> Iterator[str]:
-        prefix = checked_kind(kind) + "/"
-        return iter([name.removeprefix(prefix) for name in self._records if name.startswith(prefix)])
+    def keys(self, kind: str, prefix: str = "") -> Iterator[str]:
+        group = checked_kind(kind) + "/"
+        return iter([name.removeprefix(group) for name in self._records if name.startswith(group + prefix)])
 
 
 def checked_kind(kind: str) -> str:
@@ -61,6 +62,11 @@ def checked_kind(kind: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"record kind {kind!r}: expected one of {', '.join(KINDS)}")
     return kind
+
+
+def is_key(text: str) -> bool:
+    """Whether the text is the hex part of a record's name."""
+    return _KEY.fullmatch(text) is not None
 
 
 def checked(name: str) -> str:

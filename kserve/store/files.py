@@ -2,7 +2,9 @@
 
     payload/<2>/<sha256>          the compiler's bytes, so that the vendor's tools read them
     source/<2>/<sha256>           a source or header as it was uploaded
-    manifest/<2>/<key>.json       the commit mark, always written last
+    manifest/<2>/<key>.json       the commit mark, always written last; its modification time is the last use
+    pin/<2>/<key>                 this artifact is never evicted; who wants that
+    index/                        the daemon's memory of sizes and references (index.py)
     quarantine/                   damaged records, kept for a look
     tmp/                          unfinished writes and the workers' staging directories
     lock                          held by the daemon for its life
@@ -16,31 +18,38 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kserve.errors import StoreError
-from kserve.ownership import private_directory
-from kserve.store.base import KINDS, check_content, checked, checked_kind, matches
+from kserve.ownership import network_file_system, private_directory
+from kserve.store.base import KINDS, check_content, checked, checked_kind, is_key, matches
 
 MARKER = "KSERVE_STORE"
+_SUFFIXES = {"manifest": ".json"}
 
 
 class FileStore:
     """A store in a directory.
 
+    Bytes at rest may change under any process that can write to them: every `get` hashes what it read.
+
     Args:
         root:     the directory.
         writable: False for a client, which reads and never repairs.
+    Attributes:
+        on_quarantine: called with the name of every record that is put aside.
     Raises:
-        ForeignPeer, StoreError: a writable store's directory is not ours alone, or cannot be made.
+        ForeignPeer, StoreError: a writable store's directory is not ours alone, cannot be made, or is on a network file system.
     """
 
     def __init__(self, root: Path, *, writable: bool) -> None:
         self.root = root
         self.writable = writable
         self.n_quarantined = 0
+        self.on_quarantine: Callable[[str], object] = str
         if writable:
+            _refuse_network(root)
             private_directory(root)
             _claim(root)
             for name in (*KINDS, "quarantine", "tmp"):
@@ -49,7 +58,7 @@ class FileStore:
     def path(self, name: str) -> Path:
         """Where that record lies, or would."""
         kind, _, digest = checked(name).partition("/")
-        return self.root / kind / digest[:2] / (digest + (".json" if kind == "manifest" else ""))
+        return self.root / kind / digest[:2] / (digest + _SUFFIXES.get(kind, ""))
 
     def get(self, name: str) -> bytes | None:
         path = self.path(name)
@@ -100,13 +109,23 @@ class FileStore:
             raise StoreError(f"store {self.root} was opened to read: {name} cannot be changed")
         return path
 
-    def keys(self, kind: str) -> Iterator[str]:
-        for directory in sorted((self.root / checked_kind(kind)).glob("??")):
-            names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
-            for digest in (name.removesuffix(".json") for name in names):
-                with contextlib.suppress(ValueError):  # a file that is no record
-                    if self.path(f"{kind}/{digest}").name in names:
-                        yield digest
+    def keys(self, kind: str, prefix: str = "") -> Iterator[str]:
+        return (key for key, _ in self._entries(kind, prefix) if key.startswith(prefix))
+
+    def stats(self, kind: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Every record of that kind with what the file system says of it; one that goes meanwhile is left out."""
+        for key, entry in self._entries(kind):
+            with contextlib.suppress(FileNotFoundError):
+                yield key, entry.stat(follow_symlinks=False)
+
+    def _entries(self, kind: str, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+        suffix = _SUFFIXES.get(checked_kind(kind), "")
+        for directory in sorted((self.root / kind).glob(prefix[:2] if len(prefix) > 1 else "??")):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed since, or no part of a store
+                for entry in os.scandir(directory):
+                    key = entry.name.removesuffix(suffix)
+                    if entry.name == key + suffix and is_key(key) and key.startswith(directory.name):
+                        yield key, entry
 
     def quarantine(self, name: str) -> None:
         """Move a damaged record out of the way; a reader without the right to leaves it."""
@@ -116,15 +135,51 @@ class FileStore:
         with contextlib.suppress(OSError):
             path.rename(self.root / "quarantine" / f"{path.name}.{os.urandom(4).hex()}")
             self.n_quarantined += 1
+            self.on_quarantine(name)
 
-    def size_bytes(self) -> int:
-        """Bytes of all records as they lie on the disk (allocated blocks)."""
-        total = 0
-        for kind in KINDS:
-            for directory in (self.root / kind).glob("??"):
-                with contextlib.suppress(FileNotFoundError):
-                    total += sum(entry.stat().st_blocks * 512 for entry in os.scandir(directory))
-        return total
+    def touch(self, name: str) -> None:
+        """Make now the time of the record's last use, where this user may."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path(name))
+
+    def stamp(self, name: str) -> tuple[int, ...]:
+        """Size, times and inode of the record's file: bytes that were written since have another stamp. Empty for none."""
+        try:
+            found = self.path(name).stat()
+        except OSError:
+            return ()
+        return (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+    def probe(self) -> None:
+        """Write, sync and remove a byte. Raises: StoreError when the disk refuses."""
+        path = self.root / "tmp" / f"probe.{os.urandom(4).hex()}"
+        if not self.writable:
+            raise StoreError(f"store {self.root} was opened to read")
+        try:
+            with path.open("xb") as file:
+                file.write(b"\0")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StoreError(f"store {self.root} takes no writes: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def put_aside(self) -> list[Path]:
+        """The files in quarantine, oldest first."""
+        with contextlib.suppress(OSError):
+            return sorted((self.root / "quarantine").iterdir(), key=lambda path: path.lstat().st_mtime)
+        return []
+
+
+def _refuse_network(root: Path) -> None:
+    kind = network_file_system(root)
+    if kind:
+        raise StoreError(
+            f"store {root} lies on a network file system ({kind}): its locks do not hold between machines",
+            hint="set KSERVE_STORE to a local directory; a shared one may be a read-only layer: KSERVE_STORE=/local:/shared",
+        )
 
 
 def _claim(root: Path) -> None:
