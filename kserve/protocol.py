@@ -57,6 +57,7 @@ def kernel_request(
     target: str,
     environment: Mapping[str, Any],
     build: bool = True,
+    alias: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One wanted kernel.
 
@@ -65,6 +66,7 @@ def kernel_request(
         spec:        axis -> value, as the caller gave them.
         environment: interpreter, PYTHONPATH and imported versions of the caller (`config.environment_of_process`).
         build:       False makes a miss an error.
+        alias:       `request` and `stamps` of the caller, so that the next one needs no daemon; None for no alias.
     """
     plain = {axis: value if isinstance(value, bool | int | str) else str(value) for axis, value in spec.items()}
     return {
@@ -74,6 +76,7 @@ def kernel_request(
         "target": target,
         "environment": dict(environment),
         "build": build,
+        "alias": alias,
     }
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kserve.alias import Alias, Stamps
 from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.lease import Lease, Leases
@@ -44,6 +45,13 @@ logger = logging.getLogger("kserve")
 _PLANNING_S = 0.1
 
 
+class AliasWish(NamedTuple):
+    """The digest of a client's request and the stamps of the files it read."""
+
+    request: str
+    stamps: Stamps
+
+
 class KernelRequest(NamedTuple):
     """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error."""
 
@@ -53,6 +61,7 @@ class KernelRequest(NamedTuple):
     target: str
     environment: Environment
     build: bool = True
+    alias: AliasWish | None = None
 
 
 class MissingSources(NamedTuple):
@@ -87,6 +96,7 @@ class KernelService:
         # What was made of the same bytes before: definitions by digest, plans by wish.
         self._definitions: dict[str, KernelDef] = {}
         self._plans: dict[tuple[object, ...], list[Plan]] = {}
+        self._aliases: dict[str, tuple[Alias, tuple[int, ...]]] = {}
 
     async def resolve(self, request: KernelRequest, *, client: str, wait_s: float) -> Answer:
         """All variants of one kernel: found, built, or still being built after `wait_s`.
@@ -120,7 +130,22 @@ class KernelService:
             for lease in leases:
                 lease.owed.add(client)
             return Pending(leases[0].id, leases[0].elapsed_s, self.leases.n_ahead(leases[0]))
-        return [_outcome(item, client) if isinstance(item, Lease) else item for item in found]
+        answer = [_outcome(item, client) if isinstance(item, Lease) else item for item in found]
+        await self._alias(request, [resolved.manifest.key for resolved in answer])
+        return answer
+
+    async def _alias(self, request: KernelRequest, keys: list[str]) -> None:
+        """Keep the answer for the next client, which then needs no daemon."""
+        definition = self._definition(request)
+        if request.alias is None or definition is None:
+            return
+        found = await self.fingerprints.of(definition.language, request.environment)
+        stamps = canonical_json(found.stamps).encode()
+        alias = Alias(keys, definition.language, found.version, digest_of(stamps), request.alias.stamps)
+        name, files = request.alias.request, self.artifacts.files
+        if self._aliases.get(name) != (alias, files.stamp(f"alias/{name}")):
+            await asyncio.to_thread(self.artifacts.keep_alias, name, alias, stamps)
+            remember(self._aliases, name, (alias, files.stamp(f"alias/{name}")))
 
     async def _plan(self, request: KernelRequest) -> list[Plan]:
         definition = self._definition(request)

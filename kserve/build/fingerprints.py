@@ -1,7 +1,7 @@
 """Remembers what each environment's compilers are, so that a hit needs no worker.
 
 A fingerprint costs a second: the compiler is loaded and its files are hashed. It is kept in one JSON file of the store with
-the size, time and inode of every file it was made of, and holds while all of those are unchanged.
+the stamp of every file it was made of, and holds while all of those are unchanged.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kserve.alias import stamp
 from kserve.build.pool import Environment, Pool
 from kserve.errors import ProtocolMismatch
-from kserve.toolchain.base import Fingerprint, stamp
+from kserve.toolchain.base import Fingerprint
 
 # The files are looked at once in this time, not at every request: a compiler that is replaced is noticed this much later.
 _TRUSTED_S = 1.0

@@ -14,8 +14,8 @@ from kserve.catalog import every_entry
 from kserve.cli import cache
 from kserve.cli.show import fields, say, table
 from kserve.client.connection import Connection
+from kserve.client.direct import Wanted, resolve
 from kserve.client.launch import Kernel
-from kserve.client.resolve import Wanted, resolve
 from kserve.client.start import fork_orphan, log_path, start_daemon
 from kserve.config import Settings, load_settings
 from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError, ToolchainMissing

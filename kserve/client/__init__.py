@@ -1,7 +1,8 @@
 """The client: `get_kernel` and its memo.
 
-A second call with the same spec is one dictionary lookup, keyed by the current device. Everything behind it is in
-`resolve.py`, which a process imports when it first asks: http.client and tomllib cost more than the rest of the client.
+A second call with the same spec is one dictionary lookup, keyed by the current device. Behind it are `direct.py`, which reads
+the store's files, and `resolve.py`, which asks the daemon and is imported when that is needed: http.client and tomllib cost
+more than the rest of the client.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def get_kernels(
 
 
 def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeout_s: float | None) -> list[Kernel]:
-    from kserve.client.resolve import Wanted, resolve
+    from kserve.client.direct import Wanted, resolve
 
     if not wanted:
         return []
@@ -87,7 +88,12 @@ def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeo
 
 def forget() -> None:
     """Drop the memo and the connection: the next get_kernel reads settings and asks the daemon again."""
-    from kserve.client.resolve import disconnect
+    import sys
+
+    from kserve.client.direct import leave
 
     _memo.clear()
-    disconnect()
+    leave()
+    asked = sys.modules.get("kserve.client.resolve")
+    if asked is not None:
+        asked.disconnect()

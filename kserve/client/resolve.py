@@ -1,4 +1,4 @@
-"""From wished-for kernels to loaded ones: definition and sources, one request, payloads, driver."""
+"""The road through the daemon: definition and sources, one request, builds that are waited for, payloads."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ from typing import Any, NamedTuple
 
 import kserve
 from kserve import catalog, protocol
+from kserve.alias import Stamps, survey
 from kserve.artifact import Artifact
 from kserve.client.connection import Connection
-from kserve.client.launch import Kernel, Roads
-from kserve.client.loader import driver
-from kserve.config import Settings, environment_of_process, load_settings
+from kserve.client.direct import Local, Wanted, local
+from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildTimeout,
     CorruptArtifact,
     DaemonEnding,
     KserveError,
-    LoadError,
     RequestError,
     ServiceError,
-    StoreError,
 )
 from kserve.key import digest_of
 from kserve.ownership import listens
 from kserve.protocol import Pending, Resolved
-from kserve.store.files import FileStore
-from kserve.target import parse_target
 
 # After this long a wait is worth a line, and the daemon is asked again.
 _PATIENCE_S = 2.0
@@ -38,22 +34,13 @@ _ATTEMPTS = 10
 _ENDING_S = 1.0
 
 
-class Wanted(NamedTuple):
-    """One wish: an entry's name, a target, a value for each axis."""
-
-    name: str
-    target: str
-    spec: dict[str, Any]
-
-
 class _Session:
-    """What a process keeps between calls: its settings, its idle connections, its name to the daemon."""
+    """What a process keeps between calls: its idle connections, its name to the daemon."""
 
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.settings: Settings = load_settings()
+    def __init__(self, here: Local) -> None:
+        self.local = here
+        self.settings = here.settings
         self.client = os.urandom(8).hex()
-        self.store = FileStore(self.settings.store, writable=False)
         self._idle: list[Connection] = []
 
     @contextmanager
@@ -79,34 +66,28 @@ _session: _Session | None = None
 
 
 def session() -> _Session:
-    """This process's session; a forked child gets its own."""
+    """This process's session; a forked child gets its own, and so does one with other settings."""
     global _session  # noqa: PLW0603 - one session a process
-    if _session is None or _session.pid != os.getpid():
-        _session = _Session()
+    here = local()
+    if _session is None or _session.local is not here:
+        _session = _Session(here)
     return _session
 
 
 def disconnect() -> None:
-    """End the session: the next one reads the settings again."""
+    """Close the connections."""
     global _session  # noqa: PLW0603 - one session a process
     if _session is not None:
         _session.close()
     _session = None
 
 
-def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool = True) -> list[Kernel]:
-    """Resolve and load kernels in one round trip.
+def ask(wanted: list[Wanted], *, deadline: float) -> list[tuple[str, list[Artifact]]]:
+    """Resolve kernels in one round trip: the origin and the variants of each.
 
-    Args:
-        timeout_s: None for the settings' own.
-        load:      False leaves the driver alone, for builds ahead of time.
     Raises: the first error of any of them, and BuildTimeout when builds outlast the deadline (they go on).
     """
-    if not wanted:
-        return []
-    began = time.monotonic()
     here = session()
-    deadline = began + (here.settings.client_timeout_s if timeout_s is None else timeout_s)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             with here.connection() as connection:
@@ -120,13 +101,8 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
             if attempt == _ATTEMPTS or time.monotonic() > deadline:
                 raise
             _wait_for_the_end(here.settings)
-    kernels = []
-    for variants, artifacts in zip(answers, loaded, strict=True):
-        origin = min((variant.origin for variant in variants), key=protocol.ORIGINS.index)
-        device = _device_for(artifacts[0]) if load else None
-        roads = Roads(artifacts, device=device)
-        kernels.append(Kernel(roads, origin=origin, seconds=time.monotonic() - began))
-    return kernels
+    origins = [min((variant.origin for variant in variants), key=protocol.ORIGINS.index) for variants in answers]
+    return list(zip(origins, loaded, strict=True))
 
 
 def _wait_for_the_end(settings: Settings) -> None:
@@ -138,7 +114,7 @@ def _wait_for_the_end(settings: Settings) -> None:
 
 def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline: float) -> list[list[Resolved]]:
     """One request, repeated while sources are missing or builds are running."""
-    found = [catalog.find(wish.name, here.settings) for wish in wanted]
+    found = [_find(here, wish) for wish in wanted]
     if not connection.is_open and not listens(here.settings.socket):  # no daemon is started for a wish it would refuse
         _check(wanted, found)
     requests = _requests(here, wanted, found)
@@ -160,38 +136,59 @@ def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline:
         _wait_on(pending, began=began, deadline=deadline)
 
 
-def _upload(connection: Connection, found: list[catalog.Found], missing: set[str], sent: set[str]) -> None:
+class _Found(NamedTuple):
+    """An entry, and the stamps of what it was read from where they are certain."""
+
+    entry: catalog.Found
+    stamps: Stamps | None
+
+
+def _find(here: _Session, wish: Wanted) -> _Found:
+    """Read the entry twice, between three looks at its files: the stamps are those of the very bytes that are sent."""
+    roots = here.local.roots
+    first = catalog.find(wish.name, here.settings)
+    before = survey(roots, str(first.folder))
+    entry = catalog.find(wish.name, here.settings)
+    after = survey(roots, str(entry.folder))
+    return _Found(entry, after if entry == first and before == after else None)
+
+
+def _upload(connection: Connection, found: list[_Found], missing: set[str], sent: set[str]) -> None:
     """Send the files the daemon lacks, each once. Raises: ServiceError when it does not keep what it was sent."""
     if missing <= sent:
         raise ServiceError("the daemon lacks sources that it was just sent", hint="kserve status shows the state of its store")
-    contents = {digest_of(content): content for item in found for content in item.files.values()}
+    contents = {digest_of(content): content for item in found for content in item.entry.files.values()}
     for digest in missing:
         connection.call("POST", protocol.SOURCES, contents[digest])
     sent |= missing
 
 
-def _check(wanted: list[Wanted], found: list[catalog.Found]) -> None:
+def _check(wanted: list[Wanted], found: list[_Found]) -> None:
     for wish, item in zip(wanted, found, strict=True):
-        item.check(wish.spec, wish.target)
+        item.entry.check(wish.spec, wish.target)
 
 
-def _requests(here: _Session, wanted: list[Wanted], found: list[catalog.Found]) -> list[dict[str, Any]]:
+def _requests(here: _Session, wanted: list[Wanted], found: list[_Found]) -> list[dict[str, Any]]:
     environment, build = environment_of_process(), not here.settings.no_build
     return [
         protocol.kernel_request(
-            wish.name, files=item.digests, spec=wish.spec, target=wish.target, environment=environment, build=build
+            wish.name,
+            files=item.entry.digests,
+            spec=wish.spec,
+            target=wish.target,
+            environment=environment,
+            build=build,
+            alias=item.stamps and {"request": here.local.request_digest(wish), "stamps": item.stamps},
         )
         for wish, item in zip(wanted, found, strict=True)
     ]
 
 
-def _raise_first(
-    wanted: list[Wanted], found: list[catalog.Found], results: list[list[Resolved] | Pending | KserveError]
-) -> None:
+def _raise_first(wanted: list[Wanted], found: list[_Found], results: list[list[Resolved] | Pending | KserveError]) -> None:
     """Raise the first error among the results; one about the wish with this machine's paths, where it can be seen here."""
     for wish, item, result in zip(wanted, found, results, strict=True):
         if isinstance(result, RequestError):
-            item.check(wish.spec, wish.target)
+            item.entry.check(wish.spec, wish.target)
         if isinstance(result, KserveError):
             raise result
 
@@ -214,23 +211,9 @@ def _wait_on(pending: list[tuple[Wanted, Pending]], *, began: float, deadline: f
 def _artifact(here: _Session, connection: Connection, variant: Resolved) -> Artifact:
     """The variant's bytes: from the store's files where this process can read them, else from the daemon. Verified."""
     manifest = variant.manifest
-    try:
-        content = here.store.get(f"payload/{manifest.digest}")
-    except StoreError:
-        content = None
+    content = here.local.read(f"payload/{manifest.digest}")
     if content is None:
         content = connection.call_raw("GET", f"{protocol.ARTIFACTS}/{manifest.key}/payload")
     if digest_of(content) != manifest.digest:
         raise CorruptArtifact(f"payload of {manifest.name} arrived with another digest", facts={"key": manifest.key})
     return Artifact(manifest, content)
-
-
-def _device_for(artifact: Artifact) -> int | None:
-    """The current device when it runs this binary; None when there is no device, or it does not."""
-    try:
-        found = driver()
-        device = found.current_device()
-        fits = parse_target(artifact.manifest.target).runs_on(found.target_of(device).capability)
-    except LoadError:
-        return None
-    return device if fits else None

@@ -51,6 +51,7 @@ class PeerCheckedProtocol(HttpToolsProtocol):
             transport.abort()
             return
         super().connection_made(transport)
+        self.client = ("uid", uid)  # in place of an address, which a unix socket has not
 
     def connection_lost(self, exc: Exception | None) -> None:
         if getattr(self, "transport", None) is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from kserve.build.pool import Environment
-from kserve.service import KernelRequest
+from kserve.service import AliasWish, KernelRequest
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Text = Annotated[str, StringConstraints(max_length=4096)]
@@ -29,6 +29,13 @@ class EnvironmentModel(_Model):
     loaded: dict[Text, Text] = Field(default={}, max_length=10)
 
 
+class AliasModel(_Model):
+    """The digest of the client's request, and the stamps of the files it read: an alias is kept for the next client."""
+
+    request: Digest
+    stamps: dict[Text, Annotated[list[int], Field(max_length=4)]] = Field(max_length=5000)
+
+
 class KernelModel(_Model):
     """One wanted kernel: `files` names every file of its folder by digest."""
 
@@ -38,12 +45,15 @@ class KernelModel(_Model):
     target: Text
     environment: EnvironmentModel
     build: bool = True
+    alias: AliasModel | None = None
 
-    def to_request(self) -> KernelRequest:
+    def to_request(self, *, may_alias: bool) -> KernelRequest:
+        """The service's form of it; an alias is only taken from a client that runs as the daemon's own user."""
         environment = Environment(
             self.environment.python, tuple(self.environment.python_path), tuple(sorted(self.environment.loaded.items()))
         )
-        return KernelRequest(self.name, dict(self.files), dict(self.spec), self.target, environment, self.build)
+        alias = AliasWish(self.alias.request, self.alias.stamps) if self.alias and may_alias else None
+        return KernelRequest(self.name, dict(self.files), dict(self.spec), self.target, environment, self.build, alias)
 
 
 class ResolveModel(_Model):

@@ -103,11 +103,13 @@ async def kernels(service: Service) -> dict[str, Any]:
 
 
 @router.post(protocol.RESOLVE)
-async def resolve(body: ResolveModel, service: Service) -> JSONResponse:
+async def resolve(request: Request, body: ResolveModel, service: Service) -> JSONResponse:
     """Find or build kernels. Each result has `variants`, or `pending`, `missing` (sources to upload) or `error`."""
     protocol.check_protocol(body.protocol, version=body.version, ours=kserve.__version__)
+    ours = request.client is not None and request.client.port == os.getuid()
+    wanted = [kernel.to_request(may_alias=ours) for kernel in body.kernels]
     answers = await asyncio.gather(
-        *(service.resolve(kernel.to_request(), client=body.client, wait_s=body.wait_s) for kernel in body.kernels),
+        *(service.resolve(kernel, client=body.client, wait_s=body.wait_s) for kernel in wanted),
         return_exceptions=True,
     )
     # Encoded here: FastAPI would walk every manifest first, to find nothing it has to convert.

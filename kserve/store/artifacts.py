@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import TypeVar
 
+from kserve.alias import Alias, alias_to_bytes
 from kserve.artifact import Manifest, manifest_from_bytes
 from kserve.errors import CorruptArtifact, StoreError
 from kserve.key import digest_of
@@ -90,6 +91,17 @@ class Artifacts:
         if self.put(f"source/{digest}", content):
             self.upkeep.written([f"source/{digest}"])
         return digest
+
+    def keep_alias(self, request: str, alias: Alias, toolchain: bytes) -> None:
+        """Write what a request gave, and the stamps of its compiler. Only a help: a disk that refuses is no matter."""
+        records = {f"toolchain/{alias.toolchain}": toolchain, f"alias/{request}": alias_to_bytes(alias)}
+        try:
+            for name, content in records.items():
+                if self.files.get(name) != content:
+                    self.files.put(name, content, durable=False)
+                    self.upkeep.written([name])
+        except StoreError as error:
+            logger.debug("no alias error=%s", error.message)
 
     def restore(self) -> None:
         """Ask the disk whether it works again, and write down what memory has kept for it."""

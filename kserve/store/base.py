@@ -12,8 +12,8 @@ from typing import Protocol
 
 from kserve.key import digest_of
 
-CONTENT_ADDRESSED = ("payload", "source")
-KINDS = (*CONTENT_ADDRESSED, "manifest", "pin")
+CONTENT_ADDRESSED = ("payload", "source", "toolchain")
+KINDS = (*CONTENT_ADDRESSED, "manifest", "pin", "alias")
 _NAME = re.compile(rf"({'|'.join(KINDS)})/[0-9a-f]{{64}}")
 _KEY = re.compile(r"[0-9a-f]{64}")
 

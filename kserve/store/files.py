@@ -3,6 +3,8 @@
     payload/<2>/<sha256>          the compiler's bytes, so that the vendor's tools read them
     source/<2>/<sha256>           a source or header as it was uploaded
     manifest/<2>/<key>.json       the commit mark, always written last; its modification time is the last use
+    alias/<2>/<request>           which keys a request had, and the stamps that say whether it still has them (alias.py)
+    toolchain/<2>/<sha256>        the stamps of one compiler's files
     pin/<2>/<key>                 this artifact is never evicted; who wants that
     index/                        the daemon's memory of sizes and references (index.py)
     quarantine/                   damaged records, kept for a look
@@ -76,7 +78,7 @@ class FileStore:
         self.quarantine(name)
         return None
 
-    def put(self, name: str, content: bytes) -> None:
+    def put(self, name: str, content: bytes, *, durable: bool = True) -> None:
         path = self._writable_path(name)
         check_content(name, content)
         temporary = self.root / "tmp" / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
@@ -88,9 +90,11 @@ class FileStore:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             temporary.rename(path)
-            _sync_directory(path.parent)
+            if durable:
+                _sync_directory(path.parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

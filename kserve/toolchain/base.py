@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from kserve.alias import stamp
 from kserve.errors import CompileFailed, ToolchainMissing
 from kserve.spec import DTYPES, SCALARS
 
@@ -82,7 +83,7 @@ class Fingerprint(NamedTuple):
         name, version: the compiler's, for people.
         files:         SHA-256 over the compiler's own files, by relative name.
         options:       what every compile of it gets besides the job's own, as one text.
-        stamps:        path -> [size, mtime in ns, inode] of those files and of the directories they were found through:
+        stamps:        path -> stamp (`alias.stamp`) of those files and of the directories they were found through:
                        while all are the same, the fingerprint is. Never part of a key.
     """
 
@@ -114,14 +115,6 @@ def load_toolchain(language: str) -> Toolchain:
 def job_from_json(plain: dict[str, Any]) -> Job:
     """The job that `Job.to_json` wrote."""
     return Job(**{**plain, "arguments": tuple(JobArgument(**argument) for argument in plain["arguments"])})
-
-
-def stamp(path: str) -> list[int]:
-    """Size, modification time in ns and inode: a file that was changed has another stamp. Empty where there is none."""
-    if not os.path.lexists(path):
-        return []
-    found = os.stat(path)  # noqa: PTH116 - a thousand of them a look: half the time without a Path
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
 
 
 def fingerprint_files(name: str, version: str, *, root: Path, files: Iterable[Path], search: Iterable[str]) -> Fingerprint:

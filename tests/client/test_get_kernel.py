@@ -19,8 +19,8 @@ import pytest
 from kserve import client, get_kernel, get_kernels, protocol
 from kserve.build.pool import Environment
 from kserve.client.connection import Connection
+from kserve.client.direct import local
 from kserve.client.loader import Driver
-from kserve.client.resolve import session
 from kserve.config import load_settings
 from kserve.errors import (
     BuildTimeout,
@@ -526,5 +526,5 @@ def test_a_store_the_client_cannot_read_is_served_by_the_daemon(kernels: Path, m
     write_cuda(kernels / "scale")
     first = again()
     client.forget()
-    session().store.root = kernels.parent / "not-mounted"
+    local().stores.clear()
     assert get_kernel("scale", target=TARGET).digest == first.digest

@@ -443,7 +443,7 @@ def test_a_change_beside_the_compiler_disturbs_nobody(root: Path):
     with daemon(root) as found, contextlib.closing(found.connection()) as connection:
         assert "variants" in ask(connection, found.settings, "scale")
         known = root / "store" / "toolchains.json"
-        known.write_text(known.read_text().replace('"stamps": {', '"stamps": {"/": [1, 1, 1], '))
+        known.write_text(known.read_text().replace('"stamps": {', '"stamps": {"/": [1, 1, 1, 1], '))
     with daemon(root) as found:
         with ThreadPoolExecutor(6) as pool:
             answers_ = list(pool.map(lambda size: _ask_alone(found, size), [8, 8, 8, 9, 10, 11]))

@@ -68,6 +68,7 @@ def test_a_request_carries_what_it_was_made_of():
                 "target": "sm_90",
                 "environment": {"python": "/p"},
                 "build": True,
+                "alias": None,
             }
         ],
     }

@@ -1,0 +1,179 @@
+"""The direct road: a kernel from the store's files, without a daemon.
+
+An alias says which keys a request had; the stamps of its sources and of its compiler say that it still has them. Everything
+read is verified. Whatever is in doubt is left to the daemon.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, NamedTuple
+
+from kserve.alias import Alias, alias_from_bytes, holds, request_digest, stamp
+from kserve.artifact import Artifact, manifest_from_bytes
+from kserve.client.launch import Kernel, Roads
+from kserve.client.loader import driver
+from kserve.config import Settings, built_in_roots, environment_of_process, load_settings
+from kserve.errors import CorruptArtifact, ForeignPeer, LoadError, StoreError
+from kserve.ownership import refuse_foreign
+from kserve.store.files import FileStore
+from kserve.target import parse_target
+
+# A compiler that is replaced is noticed this much later by a process that has just looked.
+_TRUSTED_S = 1.0
+_TOUCH_S = 60.0
+
+
+class Wanted(NamedTuple):
+    """One wish: an entry's name, a target, a value for each axis."""
+
+    name: str
+    target: str
+    spec: dict[str, Any]
+
+
+class Local:
+    """What this process reads without asking anybody: its settings, the stores it may trust, where its kernels lie."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.settings: Settings = load_settings()
+        self.environment = environment_of_process()
+        self.roots = [os.path.realpath(root) for root in (*self.settings.kernel_path, *built_in_roots())]
+        uids = frozenset({0, os.getuid(), *self.settings.trusted_uids})
+        places = (self.settings.store, *self.settings.layers)
+        self.stores = [FileStore(place, writable=False) for place in places if _is_trusted(place, uids)]
+        self._trusted: dict[str, float] = {}
+
+    def request_digest(self, wish: Wanted) -> str:
+        """The name of the wish's alias."""
+        return request_digest(wish.name, wish.spec, wish.target, roots=self.roots, environment=self.environment)
+
+    def read(self, name: str) -> bytes | None:
+        """The record from the first store that has it whole."""
+        for store in self.stores:
+            try:
+                content = store.get(name)
+            except StoreError:
+                continue
+            if content is not None:
+                return content
+        return None
+
+    def artifact(self, key: str) -> Artifact | None:
+        """The verified artifact of that key; None where a part of it is missing or damaged. Its use is noted."""
+        content = self.read(f"manifest/{key}")
+        try:
+            manifest = None if content is None else manifest_from_bytes(content, key=key)
+        except CorruptArtifact:
+            return None
+        payload = self.read(f"payload/{manifest.digest}") if manifest else None
+        if manifest is None or payload is None:
+            return None
+        self._touch(f"manifest/{key}")
+        return Artifact(manifest, payload)
+
+    def _touch(self, name: str) -> None:
+        found = self.stores[0].stamp(name)
+        if found and time.time() - found[1] / 1e9 > _TOUCH_S:
+            self.stores[0].touch(name)
+
+    def is_same_compiler(self, alias: Alias) -> bool:
+        """Whether the files of the alias's compiler are as they were, and nobody here has imported another version."""
+        imported = environment_of_process()["loaded"].get(alias.language)
+        if imported and imported.partition("+")[0] != alias.version.partition("+")[0]:
+            return False
+        if time.monotonic() < self._trusted.get(alias.toolchain, 0.0):
+            return True
+        content = self.read(f"toolchain/{alias.toolchain}")
+        if content is None or not _stamps_hold(content):
+            return False
+        self._trusted[alias.toolchain] = time.monotonic() + _TRUSTED_S
+        return True
+
+
+def _stamps_hold(content: bytes) -> bool:
+    import json
+
+    stamps: dict[str, list[int]] = json.loads(content)
+    return all(stamp(path) == stated for path, stated in stamps.items())
+
+
+def _is_trusted(root: Any, uids: frozenset[int]) -> bool:
+    try:
+        refuse_foreign(root, root.stat(), uids=uids)
+    except (ForeignPeer, OSError):
+        return False
+    return True
+
+
+_local: Local | None = None
+
+
+def local() -> Local:
+    """This process's own; a forked child gets another."""
+    global _local  # noqa: PLW0603 - one a process
+    if _local is None or _local.pid != os.getpid():
+        _local = Local()
+    return _local
+
+
+def leave() -> None:
+    """Forget it: the next one reads the settings again."""
+    global _local  # noqa: PLW0603 - one a process
+    _local = None
+
+
+def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool = True) -> list[Kernel]:
+    """Find, build where that is needed, and load kernels.
+
+    Args:
+        timeout_s: None for the settings' own.
+        load:      False leaves the driver alone, for builds ahead of time.
+    Raises: the first error of any of them, and BuildTimeout when builds outlast the deadline (they go on).
+    """
+    began = time.monotonic()
+    here = local()
+    seen: dict[str, list[int]] = {}
+    found = {position: _aliased(here, wish, seen) for position, wish in enumerate(wanted)}
+    origins = dict.fromkeys(found, "disk")
+    open_ones = [position for position, artifacts in found.items() if artifacts is None]
+    if open_ones:
+        from kserve.client.resolve import ask
+
+        deadline = began + (here.settings.client_timeout_s if timeout_s is None else timeout_s)
+        answers = ask([wanted[position] for position in open_ones], deadline=deadline)
+        for position, (origin, artifacts) in zip(open_ones, answers, strict=True):
+            origins[position], found[position] = origin, artifacts
+    return [
+        _kernel(artifacts, origin=origins[position], began=began, load=load)
+        for position, artifacts in found.items()
+        if artifacts is not None
+    ]
+
+
+def _aliased(here: Local, wish: Wanted, seen: dict[str, list[int]]) -> list[Artifact] | None:
+    content = here.stores[0].get(f"alias/{here.request_digest(wish)}") if here.stores else None
+    alias = None if content is None else alias_from_bytes(content)
+    if alias is None or not holds(alias.stamps, here.roots, seen) or not here.is_same_compiler(alias):
+        return None
+    artifacts = [here.artifact(key) for key in alias.keys]
+    return [artifact for artifact in artifacts if artifact] if all(artifacts) else None
+
+
+def _kernel(artifacts: list[Artifact], *, origin: str, began: float, load: bool) -> Kernel:
+    """The kernel over these variants, loaded on the current device where it fits one."""
+    device = _device_for(artifacts[0]) if load else None
+    return Kernel(Roads(artifacts, device=device), origin=origin, seconds=time.monotonic() - began)
+
+
+def _device_for(artifact: Artifact) -> int | None:
+    """The current device when it runs this binary; None when there is no device, or it does not."""
+    try:
+        found = driver()
+        device = found.current_device()
+        fits = parse_target(artifact.manifest.target).runs_on(found.target_of(device).capability)
+    except LoadError:
+        return None
+    return device if fits else None
