@@ -18,6 +18,7 @@ KserveError
 │   ├── DaemonEnding        asked while it goes down: the client asks the next one
 │   ├── ForeignPeer         a socket or directory that belongs to somebody else
 │   └── ProtocolMismatch
+├── LockMismatch        not what the lock file names
 ├── LoadError           the driver, or the contract, refused the bytes
 └── LaunchError         a wrong argument; also a TypeError and a ValueError
 """
@@ -134,6 +135,10 @@ class ProtocolMismatch(ServiceError):
     code = "protocol-mismatch"
 
 
+class LockMismatch(KserveError):
+    code = "lock-mismatch"
+
+
 class LoadError(KserveError):
     code = "load-failed"
 
@@ -162,6 +167,7 @@ STATUS: dict[str, tuple[int, int]] = {
     "daemon-ending": (503, 6),
     "foreign-peer": (403, 6),
     "protocol-mismatch": (426, 6),
+    "lock-mismatch": (409, 5),
     "load-failed": (500, 7),
     "launch-refused": (400, 7),
 }

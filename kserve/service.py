@@ -30,6 +30,7 @@ from kserve.errors import (
 )
 from kserve.kernel_toml import read_definition
 from kserve.key import canonical_json, digest_of
+from kserve.lockfile import read_lock
 from kserve.outline import FILE_NAME
 from kserve.protocol import Pending, Resolved
 from kserve.store.artifacts import Artifacts, remember
@@ -85,7 +86,8 @@ class KernelService:
         self._scratch = store.root / "tmp"
         self.pool = Pool(settings, self._scratch)
         bounds = Bounds(settings.max_bytes, settings.max_files)
-        self.upkeep = Upkeep(store, bounds, in_use=lambda: tuple(self.leases.running))
+        locked = read_lock(settings.lock).keys if settings.lock and settings.lock.is_file() else frozenset()
+        self.upkeep = Upkeep(store, bounds, in_use=lambda: (*self.leases.running, *locked))
         layers = Layers(settings.layers, uids=frozenset({os.getuid(), *settings.trusted_uids}))
         self.artifacts = Artifacts(self.upkeep, layers)
         self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)

@@ -171,6 +171,12 @@ def normalise_spec(kernel: str, axes: Mapping[str, Axis], wanted: Mapping[str, o
     return spec
 
 
+def is_same_value(value: SpecValue, wished: object) -> bool:
+    """Whether a caller's value for an axis stands for this one: a torch dtype for its name, a NumPy integer for an int."""
+    kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "dtype" if value in DTYPES else "string"
+    return _plain(kind, wished) == value
+
+
 def is_plain_name(name: object) -> bool:
     """Whether the text can name an axis or an argument: launch code is generated with these names in it."""
     return (

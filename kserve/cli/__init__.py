@@ -1,4 +1,4 @@
-"""The command `kserve`: up, down, status, build, kernels, cache."""
+"""The command `kserve`: up, down, status, build, kernels, lock, cache."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import kserve
 from kserve import protocol
 from kserve.catalog import every_entry
-from kserve.cli import cache
-from kserve.cli.show import fields, say, table
+from kserve.cli import cache, lock
+from kserve.cli.show import assignment, fields, say, table
 from kserve.client.connection import Connection
 from kserve.client.direct import Wanted, resolve
 from kserve.client.launch import Kernel
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated")
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
+    lock.add_command(_command(commands, "lock", lock.run, "write or check the file that says which bytes a kernel is"))
     cache.add_commands(_command(commands, "cache", None, "look into the store", json_flag=False), _command)
     return parser
 
@@ -118,7 +120,8 @@ def _down(arguments: argparse.Namespace) -> int:
         return _report(arguments, {"stopped": False}, "no daemon is running")
     connection.close()
     deadline = time.monotonic() + _DOWN_TIMEOUT_S
-    while _alive(settings):
+    # Its last act after the lock is to let go of the index: whoever copies the store now copies it whole.
+    while _alive(settings) or Path(f"/proc/{pid}").exists():
         if time.monotonic() > deadline:
             raise ServiceError(f"daemon {pid} did not end in {_DOWN_TIMEOUT_S:.0f} s")
         time.sleep(0.02)
@@ -179,7 +182,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    spec = dict(_assignment(text) for text in arguments.set)
+    spec = dict(assignment(text) for text in arguments.set)
     wanted = [Wanted(arguments.name, target, spec) for target in arguments.target]
     kernels = resolve(wanted, timeout_s=arguments.timeout, load=False)
     plain = [describe(kernel) for kernel in kernels]
@@ -207,13 +210,6 @@ def describe(kernel: Kernel) -> dict[str, Any]:
     generic = kernel.generic
     found["generic"] = None if generic is None else {"key": generic.key, "digest": generic.digest}
     return found
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    axis, equals, value = text.partition("=")
-    if not equals or not axis:
-        raise RequestError(f"--set {text!r} cannot be read", facts={"allowed": "--set AXIS=VALUE"})
-    return axis, value
 
 
 def _report(arguments: argparse.Namespace, plain: Any, text: str) -> int:

@@ -1,14 +1,14 @@
 """The direct road: a kernel from the store's files, without a daemon.
 
-An alias says which keys a request had; the stamps of its sources and of its compiler say that it still has them. Everything
-read is verified. Whatever is in doubt is left to the daemon.
+An alias says which keys a request had; the stamps of its sources and of its compiler say that it still has them. A lock file
+says it without any of these. Everything read is verified. Whatever is in doubt is left to the daemon.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kserve.alias import Alias, alias_from_bytes, holds, request_digest, stamp
 from kserve.artifact import Artifact, manifest_from_bytes
@@ -19,6 +19,9 @@ from kserve.errors import CorruptArtifact, ForeignPeer, LoadError, StoreError
 from kserve.ownership import refuse_foreign
 from kserve.store.files import FileStore
 from kserve.target import parse_target
+
+if TYPE_CHECKING:
+    from kserve.lockfile import Lock, Locked
 
 # A compiler that is replaced is noticed this much later by a process that has just looked.
 _TRUSTED_S = 1.0
@@ -44,6 +47,7 @@ class Local:
         uids = frozenset({0, os.getuid(), *self.settings.trusted_uids})
         places = (self.settings.store, *self.settings.layers)
         self.stores = [FileStore(place, writable=False) for place in places if _is_trusted(place, uids)]
+        self.lock = _lock_of(self.settings)
         self._trusted: dict[str, float] = {}
 
     def request_digest(self, wish: Wanted) -> str:
@@ -100,6 +104,14 @@ def _stamps_hold(content: bytes) -> bool:
     return all(stamp(path) == stated for path, stated in stamps.items())
 
 
+def _lock_of(settings: Settings) -> Lock | None:
+    if settings.lock is None:
+        return None
+    from kserve.lockfile import read_lock
+
+    return read_lock(settings.lock)
+
+
 def _is_trusted(root: Any, uids: frozenset[int]) -> bool:
     try:
         refuse_foreign(root, root.stat(), uids=uids)
@@ -125,18 +137,23 @@ def leave() -> None:
     _local = None
 
 
-def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool = True) -> list[Kernel]:
+def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool = True, locked: bool = True) -> list[Kernel]:
     """Find, build where that is needed, and load kernels.
 
     Args:
         timeout_s: None for the settings' own.
         load:      False leaves the driver alone, for builds ahead of time.
-    Raises: the first error of any of them, and BuildTimeout when builds outlast the deadline (they go on).
+        locked:    False leaves the lock file alone, for who writes it.
+    Raises: the first error of any of them, BuildTimeout when builds outlast the deadline (they go on), LockMismatch.
     """
     began = time.monotonic()
     here = local()
+    lock = here.lock if locked else None
+    names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
     seen: dict[str, list[int]] = {}
-    found = {position: _aliased(here, wish, seen) for position, wish in enumerate(wanted)}
+    found = {
+        position: _named(here, names[position]) if names else _aliased(here, wish, seen) for position, wish in enumerate(wanted)
+    }
     origins = dict.fromkeys(found, "disk")
     open_ones = [position for position, artifacts in found.items() if artifacts is None]
     if open_ones:
@@ -146,11 +163,20 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
         answers = ask([wanted[position] for position in open_ones], deadline=deadline)
         for position, (origin, artifacts) in zip(open_ones, answers, strict=True):
             origins[position], found[position] = origin, artifacts
+            if lock:
+                lock.check(names[position], [(one.manifest.key, one.manifest.digest) for one in artifacts])
     return [
         _kernel(artifacts, origin=origins[position], began=began, load=load)
         for position, artifacts in found.items()
         if artifacts is not None
     ]
+
+
+def _named(here: Local, locked: Locked) -> list[Artifact] | None:
+    """What the lock names, where all of it is in the store."""
+    artifacts = [here.artifact(part.key) for part in locked.artifacts]
+    found = [artifact for artifact in artifacts if artifact]
+    return found if [one.manifest.digest for one in found] == [part.digest for part in locked.artifacts] else None
 
 
 def _aliased(here: Local, wish: Wanted, seen: dict[str, list[int]]) -> list[Artifact] | None:

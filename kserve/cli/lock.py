@@ -1,0 +1,101 @@
+"""`kserve lock`: writes and checks the file that says which bytes a kernel is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from kserve import catalog, protocol
+from kserve.cli.show import assignment, say, table
+from kserve.client.connection import Connection
+from kserve.client.direct import Wanted, resolve
+from kserve.client.launch import Kernel
+from kserve.config import Settings, load_settings
+from kserve.errors import RequestError
+from kserve.lockfile import Lock, Locked, LockedArtifact, read_lock
+
+_DEFAULT_FILE = "kserve.lock"
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `kserve lock`."""
+    parser.add_argument("name", nargs="?", help="a kernel to add; left out, the file is listed, checked or updated")
+    parser.add_argument("--target", action="append", default=[], help="such as cuda:sm_90; may be repeated")
+    parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated")
+    parser.add_argument("--file", type=Path, help=f"the lock file; KSERVE_LOCK, else {_DEFAULT_FILE} here")
+    parser.add_argument("--check", action="store_true", help="fail when this node would run other bytes than the file names")
+    parser.add_argument("--update", action="store_true", help="accept what this node builds now, for every entry")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    settings = load_settings()
+    path = arguments.file or settings.lock or Path(_DEFAULT_FILE)
+    if arguments.name:
+        lock = _added(path, arguments, settings)
+    else:
+        lock = read_lock(path)
+        if arguments.check:
+            _check(lock)
+        elif arguments.update:
+            lock = _updated(lock, settings)
+    _show(arguments, lock)
+    return 0
+
+
+def _added(path: Path, arguments: argparse.Namespace, settings: Settings) -> Lock:
+    if not arguments.target:
+        raise RequestError("kserve lock NAME needs a target", hint=f"kserve lock {arguments.name} --target cuda:sm_90")
+    lock = read_lock(path) if path.exists() else Lock(path, ())
+    spec = dict(assignment(text) for text in arguments.set)
+    return _write(lock, [Wanted(arguments.name, target, spec) for target in arguments.target], settings)
+
+
+def _updated(lock: Lock, settings: Settings) -> Lock:
+    return _write(lock, [Wanted(one.name, one.target, dict(one.spec)) for one in lock.kernels], settings)
+
+
+def _write(lock: Lock, wanted: list[Wanted], settings: Settings) -> Lock:
+    """Build what is missing, write the file, pin what it names."""
+    kernels = resolve(wanted, load=False, locked=False)
+    lock = lock.with_kernels([_locked(wish, kernel, settings) for wish, kernel in zip(wanted, kernels, strict=True)])
+    lock.write()
+    body = {"keys": sorted(lock.keys), "note": f"lock {lock.path.name}"}
+    Connection(settings).call("POST", protocol.PINS, body, start=True)
+    return lock
+
+
+def _locked(wish: Wanted, kernel: Kernel, settings: Settings) -> Locked:
+    definition = catalog.definition_of(catalog.find(wish.name, settings).folder)
+    defaults = {name: axis.default for name, axis in definition.axes.items() if axis.default is not None}
+    spec = {axis: value for axis, value in kernel.manifest.spec.items() if axis in definition.axes}
+    return Locked(wish.name, wish.target, kernel.manifest.target, spec, defaults, _artifacts(kernel))
+
+
+def _artifacts(kernel: Kernel) -> tuple[LockedArtifact, ...]:
+    manifests = [kernel.manifest, *([kernel.generic] if kernel.generic else [])]
+    return tuple(LockedArtifact(manifest.variant, manifest.key, manifest.digest) for manifest in manifests)
+
+
+def _check(lock: Lock) -> None:
+    """Raises: LockMismatch for the first entry that this node builds otherwise."""
+    wanted = [Wanted(one.name, one.target, dict(one.spec)) for one in lock.kernels]
+    for locked, kernel in zip(lock.kernels, resolve(wanted, load=False, locked=False), strict=True):
+        lock.check(locked, [(artifact.key, artifact.digest) for artifact in _artifacts(kernel)])
+
+
+def _show(arguments: argparse.Namespace, lock: Lock) -> None:
+    if arguments.json:
+        plain: list[dict[str, Any]] = [
+            {**one._asdict(), "artifacts": [part._asdict() for part in one.artifacts]} for one in lock.kernels
+        ]
+        say(json.dumps({"file": str(lock.path), "kernels": plain}, indent=2))
+        return
+    rows = [
+        [one.name, one.target, " ".join(f"{k}={v}" for k, v in one.spec.items()), one.artifacts[0].key[:12], part.digest[:12]]
+        for one in lock.kernels
+        for part in one.artifacts[:1]
+    ]
+    say(f"{lock.path}: {len(lock.kernels)} kernels\n" + table(["NAME", "TARGET", "SPEC", "KEY", "DIGEST"], rows))
