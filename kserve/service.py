@@ -272,7 +272,7 @@ class KernelService:
             resources=built.resources,
             components=plan.components,
             attachments={kind: digest_of(content) for kind, content in attachments.items()},
-            closed_world=False,
+            closed_world=built.closed_world,
             seconds=lease.elapsed_s,
             created_at=time.time(),
             reason=lease.reason,

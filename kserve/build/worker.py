@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kserve.build.reaper import kill_session
+from kserve.build.sandbox import World
 from kserve.build.staging import LOG_NAME
 from kserve.config import enter_scratch
 from kserve.errors import BuildError, KserveError
@@ -39,7 +40,7 @@ def main() -> None:
     except KserveError as error:
         _say({"event": "failed", "error": error.to_wire()})
         return
-    _serve(toolchain)
+    _serve(toolchain, World(toolchain.roots()))
     kill_session(os.getsid(0), spare=os.getpid())
 
 
@@ -54,7 +55,7 @@ def _close_strays() -> None:
                 os.close(int(entry))
 
 
-def _serve(toolchain: Toolchain) -> None:
+def _serve(toolchain: Toolchain, world: World) -> None:
     """Start a child for each line, report each child that ends."""
     wake_read, wake_write = os.pipe()
     for end in (wake_read, wake_write):
@@ -75,7 +76,7 @@ def _serve(toolchain: Toolchain) -> None:
             *lines, buffered = (buffered + received).split(b"\n")
             for line in lines:
                 order = json.loads(line)
-                pid = _start(toolchain, order)
+                pid = _start(toolchain, order, world)
                 children[pid] = order["id"]
                 _say({"event": "started", "id": order["id"], "pid": pid})
 
@@ -93,7 +94,7 @@ def _say(event: dict[str, Any]) -> None:
     os.write(1, json.dumps(event).encode() + b"\n")
 
 
-def _start(toolchain: Toolchain, order: dict[str, Any]) -> int:
+def _start(toolchain: Toolchain, order: dict[str, Any], world: World) -> int:
     """Fork a child that runs the job in its own process group; the child's pid."""
     pid = os.fork()
     if pid:
@@ -103,8 +104,9 @@ def _start(toolchain: Toolchain, order: dict[str, Any]) -> int:
         return pid
     status = 1
     try:
-        _become_job(Path(order["directory"]), order["memory_bytes"])
-        _run(toolchain, order)
+        directory = Path(order["directory"])
+        _become_job(directory, order["memory_bytes"])
+        _run(toolchain, order, closed_world=world.enter(directory))
         sys.stdout.flush()
         status = 0
     except BaseException:  # nothing may unwind into the worker's own loop  # noqa: BLE001
@@ -132,7 +134,7 @@ def _become_job(directory: Path, memory_bytes: int) -> None:
     os.chdir(directory / "src")
 
 
-def _run(toolchain: Toolchain, order: dict[str, Any]) -> None:
+def _run(toolchain: Toolchain, order: dict[str, Any], *, closed_world: bool) -> None:
     """Build, and leave either the outputs or the error in `out/`."""
     out = Path(order["directory"]) / "out"
     try:
@@ -142,7 +144,8 @@ def _run(toolchain: Toolchain, order: dict[str, Any]) -> None:
         (out / "payload").write_bytes(payload)
         for kind, text in built.attachments.items():
             (out / kind).write_text(text)
-        answer = {"built": {**built._asdict(), "attachments": sorted(built.attachments)}}
+        facts = {"attachments": sorted(built.attachments), "closed_world": closed_world}
+        answer = {"built": {**built._asdict(), **facts}}
     except KserveError as error:
         answer = {"error": error.to_wire()}
     except Exception as error:  # a job may fail in any way: it is this job's answer  # noqa: BLE001

@@ -62,6 +62,7 @@ class Built(NamedTuple):
         scratch_bytes: per block, for each pointer parameter after the declared ones.
         resources:     as in `artifact.Manifest`.
         attachments:   kind -> text.
+        closed_world:  the compile could read nothing but its compiler and the declared files; the worker's word.
     """
 
     format: str
@@ -74,6 +75,7 @@ class Built(NamedTuple):
     threads: int = 0
     shared_bytes: int = 0
     scratch_bytes: tuple[int, ...] = ()
+    closed_world: bool = False
 
 
 class Fingerprint(NamedTuple):
@@ -99,6 +101,9 @@ class Toolchain(Protocol):
 
     def fingerprint(self) -> Fingerprint:
         """Raises ToolchainMissing when the compiler is not installed."""
+
+    def roots(self) -> list[Path]:
+        """Files and folders of the compiler: with the job's own files, all that a compile may read."""
 
     def build(self, job: Job) -> tuple[Built, bytes]:
         """Compile; the result's facts and the binary.

@@ -41,13 +41,17 @@ class Nvrtc:
 
     def fingerprint(self) -> Fingerprint:
         """The library, its built-ins, and the options every compile gets."""
-        libraries = _loaded_libraries()
-        root = libraries[0].parent if libraries else Path("/")
-        # The device-side built-ins are opened by NVRTC at its first compile, from the directory it lies in.
-        files = [*libraries, *root.glob(f"libnvrtc-builtins.so*{self.version}*")] if libraries else []
+        files = self.roots()
+        root = files[0].parent if files else Path("/")
         search = places_of(sys.path, "cuda", "nvidia")
-        found = fingerprint_files("nvrtc", self.version, root=root, files=dict.fromkeys(files), search=search)
+        found = fingerprint_files("nvrtc", self.version, root=root, files=files, search=search)
         return found._replace(options=" ".join((*_FIXED, _INCLUDE)))
+
+    def roots(self) -> list[Path]:
+        """The library and its built-ins for the device, which it opens at its first compile where it lies itself."""
+        libraries = _loaded_libraries()
+        built_ins = libraries[0].parent.glob(f"libnvrtc-builtins.so*{self.version}*") if libraries else ()
+        return [*dict.fromkeys([*libraries, *built_ins])]
 
     def build(self, job: Job) -> tuple[Built, bytes]:
         self._check_target(job)

@@ -62,8 +62,11 @@ class TritonToolchain:
         self._tools = {"ptxas": triton.knobs.nvidia.ptxas, "ptxas-blackwell": triton.knobs.nvidia.ptxas_blackwell}
         self._arches = {name: _arches_of(tool.path) for name, tool in self._tools.items()}
 
+    def roots(self) -> list[Path]:
+        return [Path(self._triton.__file__).parent]
+
     def fingerprint(self) -> Fingerprint:
-        root = Path(self._triton.__file__).parent
+        (root,) = self.roots()
         files = [path for path in root.rglob("*") if path.is_file() and not _NOT_COMPILER & {*path.relative_to(root).parts}]
         found = fingerprint_files("triton", self.version, root=root, files=files, search=places_of(sys.path, "triton"))
         options = sorted(f"{name}={value}" for name, value in WORKER_CONSTANTS.items() if name.startswith("TRITON"))
@@ -87,7 +90,8 @@ class TritonToolchain:
         try:
             compiled = self._triton.compile(source, target=gpu, options=dict(job.options))
         except Exception as error:  # whatever the compiler raises is its answer to this source
-            raise CompileFailed(_sentence(error), facts={"compiler": "\n" + str(error).strip()}) from error
+            facts = {"compiler": "\n" + str(error).strip()}
+            raise CompileFailed(_sentence(error), facts=facts, hint=_hint(error)) from error
         return self._amd(compiled) if target.backend == "hip" else self._nvidia(compiled, tool)
 
     def _tool_for(self, target: Target) -> str:
@@ -154,7 +158,8 @@ def _function(job: Job) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the kernel author's code may raise anything
-        raise CompileFailed(f"{job.main} cannot be imported: {error!r}") from error
+        sentence = f"{job.main} cannot be imported: {type(error).__name__}: {error}"
+        raise CompileFailed(sentence, hint=_hint(error)) from error
     function = getattr(module, job.function, None)
     names = getattr(function, "arg_names", None)
     if names is None:
@@ -208,6 +213,11 @@ def _attributes(argument: JobArgument) -> list[list[object]]:
 def _arches_of(ptxas: str) -> frozenset[str]:
     text = subprocess.run([ptxas, "--help"], capture_output=True, text=True, check=False).stdout
     return frozenset(re.findall(r"'(sm_\d+[af]?)'", text))
+
+
+def _hint(error: Exception) -> str | None:
+    refused = "Permission denied" in str(error)
+    return "a build reads its declared files only: list the file in `sources` of kernel.toml" if refused else None
 
 
 def _sentence(error: Exception) -> str:

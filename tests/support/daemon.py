@@ -71,13 +71,19 @@ def place() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def daemon(root: Path, *, arguments: tuple[str, ...] = (), **environment: str) -> Iterator[Daemon]:
-    """`kserve up` in the foreground, answering; ended with SIGTERM if the block has not ended it."""
+def daemon(
+    root: Path, *, arguments: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "kserve"), **environment: str
+) -> Iterator[Daemon]:
+    """`kserve up` in the foreground, answering; ended with SIGTERM if the block has not ended it.
+
+    Args:
+        program: what Python runs; another one must end up as `kserve` does.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KSERVE_")}
     # A file, not a pipe: nobody reads it while the daemon runs.
     with (root / LOG).open("a") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kserve", "up", *arguments],
+            [sys.executable, *program, "up", *arguments],
             cwd=REPOSITORY,
             env={**clean, **variables(root, **environment)},
             stdin=subprocess.DEVNULL,
