@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ from kserve.build.fingerprints import Fingerprints
 from kserve.build.lease import Lease, Leases
 from kserve.build.plan import Plan, contract_of, plan_builds
 from kserve.build.pool import Environment, Pool
+from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Staging
-from kserve.config import Settings
+from kserve.config import Settings, environment_of_process
 from kserve.definition import KernelDef
 from kserve.errors import (
     BuildError,
@@ -95,6 +97,7 @@ class KernelService:
         self.counters: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self._closing = False
+        self._rebuilds: set[asyncio.Task[Rebuilt]] = set()
         # What was made of the same bytes before: definitions by digest, plans by wish.
         self._definitions: dict[str, KernelDef] = {}
         self._plans: dict[tuple[object, ...], list[Plan]] = {}
@@ -291,9 +294,47 @@ class KernelService:
         if new:
             await asyncio.to_thread(self.upkeep.index.count, new)
 
+    async def rebuild(self, *, sample: int | None = None) -> Rebuilt:
+        """Build stored artifacts again with fresh workers, and compare the bytes. What comes out is not published.
+
+        Args:
+            sample: at most this many, drawn at random; None for all.
+        Raises: DaemonEnding when the daemon goes down meanwhile.
+        """
+        if self._closing:
+            raise _ending()
+        manifests = self.artifacts.manifests()
+        if sample is not None and sample < len(manifests):
+            manifests = random.sample(manifests, sample)
+        task = asyncio.create_task(
+            rebuild(
+                manifests,
+                self.settings,
+                self._scratch / f"rebuild-{time.monotonic_ns()}",
+                source=lambda digest: self.artifacts.get(f"source/{digest}"),
+                environments=self._environments,
+            )
+        )
+        self._rebuilds.add(task)
+        task.add_done_callback(self._rebuilds.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closing:
+                raise _ending() from None
+            raise
+
+    def _environments(self, language: str, files: str) -> list[Environment]:
+        own = environment_of_process()
+        ours = Environment(own["python"], tuple(own["python_path"]))
+        return [*dict.fromkeys([ours, *self.fingerprints.environments(language, files)])]
+
     async def close(self) -> None:
         """End every build and every worker; start none any more."""
         self._closing = True
+        for task in self._rebuilds:
+            task.cancel()
+        await asyncio.gather(*self._rebuilds, return_exceptions=True)
         await self.leases.cancel()
         await self.pool.close()
         await self.tend()
@@ -312,6 +353,10 @@ def _named(error: BuildError, plan: Plan) -> BuildError:
     """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
     facts = {"spec": canonical_json(plan.spec), "key": plan.key, **error.facts}
     return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)
+
+
+def _ending() -> DaemonEnding:
+    return DaemonEnding("artifacts are not built again: the daemon is going down", hint="call again")
 
 
 def _mark_running(lease: Lease) -> None:

@@ -58,6 +58,16 @@ class Fingerprints:
             )
         return found
 
+    def environments(self, language: str, files: str) -> list[Environment]:
+        """Where a compiler of these files was last seen."""
+        places = []
+        for place, found in self._known.items():
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a damaged file only costs the memory
+                spoken, python, python_path = json.loads(place)
+                if spoken == language and found["files"] == files:
+                    places.append(Environment(python, tuple(python_path)))
+        return places
+
     async def _loaded(self, place: str, language: str, environment: Environment) -> Fingerprint:
         """One load a place, however many ask: a second one would retire the worker of the first."""
         task = self._loading.get(place)

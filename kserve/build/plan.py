@@ -5,6 +5,7 @@ The list of everything that enters a build key is the function `_components`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -105,6 +106,24 @@ def _components(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint,
     for name, digest in sources.items():
         found[f"source.{name}"] = digest
     return found
+
+
+def job_of(components: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
+    """`_components` read backwards: the job, and its files by digest, that a stored artifact was made of."""
+
+    def part(prefix: str) -> dict[str, str]:
+        return {label.removeprefix(prefix): components[label] for label in sorted(components) if label.startswith(prefix)}
+
+    arguments = [json.loads(text) for text in part("argument.").values()]
+    job = Job(
+        language=components["language"],
+        target=components["target"],
+        main=components["main"],
+        function=components["function"],
+        arguments=tuple(JobArgument(**{field: found[field] for field in JobArgument._fields}) for found in arguments),
+        options={name: json.loads(text) for name, text in part("option.").items()},
+    )
+    return job, part("source.")
 
 
 def _main_source(definition: KernelDef, sources: Mapping[str, str]) -> str:

@@ -29,6 +29,7 @@ def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
         show.add_argument(f"--{kind}", action="store_true", help=f"print its {kind} and nothing else")
     verify = command(commands, "verify", _verify, "check every record of the store against its digest")
     verify.add_argument("--sample", type=int, metavar="N", help="check at most N records of each kind, drawn at random")
+    verify.add_argument("--rebuild", action="store_true", help="build the artifacts again, too, and compare the bytes")
     prune = command(commands, "prune", _prune, "remove artifacts; without a choice, only what is over the bounds or unused")
     prune.add_argument("key", nargs="*", help="keys, or at least the first 6 digits of them")
     prune.add_argument("--name", default="", help="only this kernel's")
@@ -107,12 +108,30 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    query = f"?sample={arguments.sample}" if arguments.sample is not None else ""
-    found = Connection(load_settings()).call("POST", protocol.VERIFY + query, wait_s=_VERIFY_TIMEOUT_S, start=True)
+    query = {"rebuild": int(arguments.rebuild), **({} if arguments.sample is None else {"sample": arguments.sample})}
+    path = f"{protocol.VERIFY}?{urlencode(query)}"
+    found = Connection(load_settings()).call("POST", path, wait_s=_VERIFY_TIMEOUT_S, start=True)
     bad = [*found["damaged"], *(f"manifest/{key} (its payload is missing)" for key in found["orphaned"])]
     text = [f"{found['n_checked']} records checked, {len(bad)} bad", *(f"  {name}" for name in bad)]
+    text += _rebuilt(found) if arguments.rebuild else []
     say(json.dumps(found, indent=2) if arguments.json else "\n".join(text))
-    return STATUS["corrupt-artifact"][1] if bad else 0
+    if bad or found.get("differing"):
+        return STATUS["corrupt-artifact"][1]
+    return STATUS["build-failed"][1] if found.get("failed") else 0
+
+
+def _rebuilt(found: dict[str, Any]) -> list[str]:
+    differing, failed, skipped = found["differing"], found["failed"], found["skipped"]
+    counts = f"{len(differing)} differing, {len(failed)} failed, {len(skipped)} skipped"
+    text = [f"built again: {found['n_rebuilt'] - len(differing)} equal, {counts}"]
+    text += [f"  differs  {_entry(row)}: stored {row['digest'][:12]}, rebuilt {row['rebuilt'][:12]}" for row in differing]
+    for word, rows in (("failed", failed), ("skipped", skipped)):
+        text += [f"  {word:<7}  {_entry(row)}: {row['reason']}" for row in rows]
+    return text
+
+
+def _entry(row: dict[str, Any]) -> str:
+    return f"{row['key']} {row['name']} for {row['target']} ({row['variant']} facts)"
 
 
 def _call(arguments: argparse.Namespace, path: str, body: Any = None, *, method: str = "POST") -> Any:

@@ -223,12 +223,20 @@ async def why(service: Service, key: KeyText, other: KeyText | None = None) -> d
 
 
 @router.post(protocol.VERIFY)
-async def verify(service: Service, sample: Annotated[int | None, Query(ge=1, le=10**9)] = None) -> dict[str, Any]:
-    """Read every record, or a sample, against its digest; what is damaged is put aside and built again when asked for."""
+async def verify(
+    service: Service,
+    sample: Annotated[int | None, Query(ge=1, le=10**9)] = None,
+    rebuild: Annotated[bool, Query()] = False,  # noqa: FBT002 - a query parameter has a name
+) -> dict[str, Any]:
+    """Read every record, or a sample, against its digest; what is damaged is put aside and built again when asked for.
+
+    With `rebuild` the artifacts, or a sample of them, are built again and compared; the answer then has `n_rebuilt`,
+    `differing`, `failed` and `skipped`.
+    """
     found = await asyncio.to_thread(verify_store, service.artifacts.files, sample=sample)
     for name in found.damaged:
         service.artifacts.reasons.lose(name.partition("/")[2], "quarantined: digest mismatch")
-    return found._asdict()
+    return {**found._asdict(), **((await service.rebuild(sample=sample)).to_json() if rebuild else {})}
 
 
 @router.post(protocol.SHUTDOWN)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kserve.artifact import DECLARED, GENERIC
-from kserve.build.plan import Plan, contract_of, plan_builds
+from kserve.build.plan import Plan, contract_of, job_of, plan_builds
 from kserve.errors import CompileFailed, InvalidDefinition, InvalidSpec, UnsupportedTarget
 from kserve.kernel_toml import read_definition
 from kserve.key import build_key
@@ -48,6 +48,16 @@ def test_a_kernel_with_facts_has_two_builds_and_one_without_has_one():
     assert [argument.align for argument in generic.job.arguments] == [4, 4, 0, 0]
     assert declared.key != generic.key
     assert len(plans(CUDA_TOML.replace(", align = 16", ""))) == 1
+
+
+OPTIONS = '[options]\nflags = ["-DB=1", "-DA=2"]\n[[entry]]'
+
+
+@pytest.mark.parametrize("definition", [CUDA_TOML, toml("[[entry]]", OPTIONS), TRITON_TOML])
+def test_a_job_can_be_read_back_from_the_components_of_its_key(definition: str):
+    files = {**FILES, "kernel.py": "4" * 64}
+    for plan in plans(definition, files=files):
+        assert job_of(plan.components) == (plan.job, plan.files)
 
 
 DIFFERS = {

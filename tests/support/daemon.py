@@ -38,9 +38,9 @@ class Daemon(NamedTuple):
     def connection(self) -> Connection:
         return Connection(self.settings)
 
-    def call(self, method: str, path: str, body: object = None) -> Any:
+    def call(self, method: str, path: str, body: object = None, *, wait_s: float = 0.0) -> Any:
         with contextlib.closing(self.connection()) as connection:
-            return connection.call(method, path, body)
+            return connection.call(method, path, body, wait_s=wait_s)
 
 
 def variables(root: Path, **more: str) -> dict[str, str]:
@@ -72,19 +72,25 @@ def place() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def daemon(
-    root: Path, *, arguments: tuple[str, ...] = (), program: tuple[str, ...] = ("-m", "kserve"), **environment: str
+    root: Path,
+    *,
+    arguments: tuple[str, ...] = (),
+    program: tuple[str, ...] = ("-m", "kserve"),
+    checkout: Path = REPOSITORY,
+    **environment: str,
 ) -> Iterator[Daemon]:
     """`kserve up` in the foreground, answering; ended with SIGTERM if the block has not ended it.
 
     Args:
-        program: what Python runs; another one must end up as `kserve` does.
+        program:  what Python runs; another one must end up as `kserve` does.
+        checkout: the directory that holds the package.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KSERVE_")}
     # A file, not a pipe: nobody reads it while the daemon runs.
     with (root / LOG).open("a") as log:
         process = subprocess.Popen(
             [sys.executable, *program, "up", *arguments],
-            cwd=REPOSITORY,
+            cwd=checkout,
             env={**clean, **variables(root, **environment)},
             stdin=subprocess.DEVNULL,
             stdout=log,
