@@ -31,7 +31,7 @@ from kserve.errors import (
     closest,
 )
 from kserve.kernel_toml import read_definition
-from kserve.key import canonical_json, digest_of
+from kserve.key import canonical_json, differences, digest_of
 from kserve.lockfile import read_lock
 from kserve.outline import FILE_NAME
 from kserve.protocol import Pending, Resolved
@@ -135,7 +135,9 @@ class KernelService:
             for lease in leases:
                 lease.owed.add(client)
             return Pending(leases[0].id, leases[0].elapsed_s, self.leases.n_ahead(leases[0]))
-        answer = [_outcome(item, client) if isinstance(item, Lease) else item for item in found]
+        answer = [
+            _outcome(item, plan, client) if isinstance(item, Lease) else item for item, plan in zip(found, plans, strict=True)
+        ]
         await self._alias(request, [resolved.manifest.key for resolved in answer])
         return answer
 
@@ -195,13 +197,22 @@ class KernelService:
             raise owed.error
         began = time.monotonic()
         manifest = self.artifacts.manifest(plan.key)
-        if manifest is None or not self.artifacts.is_sound(manifest):
+        if manifest is None or not self._is_of(plan, manifest) or not self.artifacts.is_sound(manifest):
             return None
         self.counters["hits"] += 1
         self.upkeep.touch(plan.key)
         origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
         logger.debug("hit key=%s name=%s target=%s", plan.key[:12], plan.name, plan.target)
         return Resolved(manifest, origin, seconds)
+
+    def _is_of(self, plan: Plan, manifest: Manifest) -> bool:
+        """Whether the entry under the plan's key was made of the plan's components: a key is a hash, they are the proof."""
+        if manifest.components == plan.components:
+            return True
+        changed = "; ".join(differences(manifest.components, plan.components))
+        logger.error('collided key=%s name=%s with=%s differences="%s"', plan.key[:12], plan.name, manifest.name, changed)
+        self.artifacts.reasons.lose(plan.key, f"collided: {changed}")
+        return False
 
     def _lease(self, plan: Plan, request: KernelRequest, client: str) -> Lease:
         running = self.leases.join(plan.key, client)
@@ -341,12 +352,19 @@ class KernelService:
         self.upkeep.close()
 
 
-def _outcome(lease: Lease, client: str) -> Resolved:
-    """The result of a build that has ended. Raises: its error."""
+def _outcome(lease: Lease, plan: Plan, client: str) -> Resolved:
+    """The result of a build that has ended. Raises: its error; BuildError when it was a build of something else."""
     if lease.error is not None:
         raise lease.error
     assert lease.task is not None
-    return Resolved(lease.task.result(), lease.origin_for(client), lease.seconds)
+    manifest = lease.task.result()
+    if manifest.components != plan.components:
+        raise BuildError(
+            f"{plan.name} is not built: a build of {manifest.name} with the same key was running",
+            facts={"key": plan.key},
+            hint="call again",
+        )
+    return Resolved(manifest, lease.origin_for(client), lease.seconds)
 
 
 def _named(error: BuildError, plan: Plan) -> BuildError:

@@ -27,7 +27,7 @@ class Store(Protocol):
     def put(self, name: str, content: bytes) -> None:
         """Write or replace a record; on return it survives a crash.
 
-        Raises: StoreError when it cannot be written.
+        Raises: StoreError when it cannot be written; ValueError when a content-addressed name stands for other bytes.
         """
 
     def delete(self, name: str) -> None:
@@ -47,7 +47,7 @@ class MemoryStore:
         return self._records.get(checked(name))
 
     def put(self, name: str, content: bytes) -> None:
-        self._records[checked(name)] = check_content(name, content)
+        self._records[checked(name)] = check_content(self, name, content)
 
     def delete(self, name: str) -> None:
         self._records.pop(checked(name), None)
@@ -82,8 +82,10 @@ def matches(name: str, content: bytes) -> bool:
     return kind not in CONTENT_ADDRESSED or digest_of(content) == digest
 
 
-def check_content(name: str, content: bytes) -> bytes:
-    """The bytes themselves; a ValueError when a content-addressed name stands for others."""
+def check_content(store: Store, name: str, content: bytes) -> bytes:
+    """The bytes themselves; a ValueError when a content-addressed name stands for others, or has others in that store."""
     if not matches(name, content):
         raise ValueError(f"record {name} was given bytes of digest {digest_of(content)}")
+    if name.startswith(CONTENT_ADDRESSED) and store.get(name) not in (None, content):
+        raise ValueError(f"record {name} has other bytes of the same digest: nothing was replaced")
     return content

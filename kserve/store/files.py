@@ -80,7 +80,7 @@ class FileStore:
 
     def put(self, name: str, content: bytes, *, durable: bool = True) -> None:
         path = self._writable_path(name)
-        check_content(name, content)
+        check_content(self, name, content)
         temporary = self.root / "tmp" / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
         try:
             if not path.parent.is_dir():
