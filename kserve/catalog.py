@@ -136,7 +136,7 @@ def collect_files(folder: Path, definition: Outline | KernelDef) -> dict[str, by
         for pattern in patterns:
             try:
                 matches = sorted(path for path in base.glob(pattern) if path.is_file())
-            except (ValueError, IndexError, NotImplementedError) as error:
+            except (ValueError, IndexError, NotImplementedError, RecursionError, OSError) as error:
                 raise InvalidDefinition(f"{folder / FILE_NAME}: {pattern!r} is no pattern: {error}") from None
             if not matches:
                 raise InvalidDefinition(f"{folder / FILE_NAME}: {pattern!r} matches no file in {base}")

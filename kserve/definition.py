@@ -1,14 +1,45 @@
-"""KernelDef: what a kernel folder defines, and what a spec and a target become under it."""
+"""KernelDef: what a kernel folder defines, and what a spec and a target become under it. And the words of a kernel.toml."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget
 from kserve.expression import Expression
-from kserve.spec import Axis, Spec, normalise_spec
+from kserve.spec import AXIS_TYPES, SCALARS, Axis, Spec, normalise_spec
 from kserve.target import Target
+
+# What a kernel.toml may say. `kernel_toml.py` reads by these tables and `kernel_schema.py` publishes them.
+LANGUAGES = ("cuda", "triton")
+FEATURES = ("none", "arch", "family")
+FIELDS = {
+    "definition": "schema language sources headers shared_headers spec derived options target entry",
+    "target": "cuda features hip",
+    "entry": "name summary function arguments launch",
+}
+AXIS_FIELDS = {kind: "type min max values default" if kind == "int" else "type values default" for kind in AXIS_TYPES}
+ARGUMENT_FIELDS = {
+    "pointer": "name type dtype mutated nullable contiguous align",
+    **{kind: "name type divisible_by" if kind[0] in "iu" else "name type" for kind in SCALARS},
+    "struct": "name type size_bytes",
+    "tensor_map": "name type",
+    "constexpr": "name type value",
+}
+OPTION_FIELDS = {"cuda": "flags", "triton": "num_warps num_stages maxnreg"}
+LAUNCH_FIELDS = {"cuda": "grid block shared_bytes", "triton": "grid"}
+# Types of arguments a language does not have: CUDA takes template arguments in `function`.
+LACKING = {"cuda": ("constexpr",), "triton": ("struct", "tensor_map")}
+ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+ALIGNS = (0, 2, 4, 8, 16, 32, 64, 128, 256)
+TRITON_FACT = 16  # Triton knows this divisor and no other
+LARGEST_STRUCT_BYTES = 4096
+# Options that would change what kserve itself decides, or read a file that is not declared.
+REFUSED_FLAG = re.compile(
+    r"-{1,2}(I|include|isystem|pre-include|arch|gpu-arch|pch|use-pch|create-pch|no-cache|device-debug|G|lineinfo|generate-line"
+    r"|time|fdevice-time|dlto|dlink)"
+)
 
 
 class Argument(NamedTuple):

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from kserve.errors import InvalidDefinition
+from kserve.spec import INTEGER_BITS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ast
     from types import CodeType
 
-_LONGEST = 300
+LONGEST = 300
 _OPERATORS = {"Add": "+", "Sub": "-", "Mult": "*", "FloorDiv": "//", "Mod": "%"}
 _COMPARISONS = {"Eq": "==", "NotEq": "!=", "Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">="}
 
@@ -34,6 +35,7 @@ def next_pow2(a: int) -> int:
 
 _ARITY = {"min": (2, 8), "max": (2, 8), "cdiv": (2, 2), "next_pow2": (1, 1)}
 FUNCTIONS: dict[str, Callable[..., int]] = {"min": min, "max": max, "cdiv": cdiv, "next_pow2": next_pow2}
+_ALLOWED = {"allowed": "names, integers, + - * // %, == != < <= > >=, texts in a comparison, " + ", ".join(FUNCTIONS)}
 
 
 @lru_cache(maxsize=1024)
@@ -57,8 +59,10 @@ class Expression:
         import ast
 
         self.text = str(text)
-        if len(self.text) > _LONGEST:
-            raise InvalidDefinition(f"expression of {len(self.text)} characters: at most {_LONGEST} are allowed")
+        if len(self.text) > LONGEST:
+            raise InvalidDefinition(
+                f"expression of {len(self.text)} characters", facts={"allowed": f"at most {LONGEST} characters"}
+            )
         numbers: set[str] = set()
         texts: set[str] = set()
         try:
@@ -68,7 +72,7 @@ class Expression:
         except InvalidDefinition:
             raise
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-            raise InvalidDefinition(f"expression {self.text!r} cannot be parsed: {error}") from None
+            raise InvalidDefinition(f"expression {self.text!r} cannot be parsed: {error}", facts=_ALLOWED) from None
         self.names = frozenset(numbers | texts)
         self._numbers = numbers
 
@@ -86,6 +90,8 @@ class Expression:
             raise InvalidDefinition(f"expression {self.text!r} has no value: {error}") from None
         if not isinstance(result, int):
             raise InvalidDefinition(f"expression {self.text!r} gives {result!r}: an integer is needed")
+        if result.bit_length() > INTEGER_BITS:
+            raise InvalidDefinition(f"expression {self.text!r} gives a number of more than {INTEGER_BITS} bits")
         return int(result)
 
     def __repr__(self) -> str:
@@ -161,7 +167,4 @@ class _Printer:
         return repr(node.value)
 
     def _refused(self, what: str) -> InvalidDefinition:
-        return InvalidDefinition(
-            f"expression {self._text!r} uses {what}, which is not allowed",
-            facts={"allowed": "names, integers, + - * // %, == != < <= > >=, texts in a comparison, " + ", ".join(FUNCTIONS)},
-        )
+        return InvalidDefinition(f"expression {self._text!r} uses {what}, which is not allowed", facts=_ALLOWED)

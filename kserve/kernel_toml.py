@@ -6,26 +6,36 @@ because it trusts no client.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
-from kserve.definition import Argument, Entry, KernelDef, Launch
+from kserve.definition import (
+    ALIGNS,
+    ARGUMENT_FIELDS,
+    AXIS_FIELDS,
+    ENTRY_NAME,
+    FEATURES,
+    FIELDS,
+    LACKING,
+    LANGUAGES,
+    LARGEST_STRUCT_BYTES,
+    LAUNCH_FIELDS,
+    OPTION_FIELDS,
+    REFUSED_FLAG,
+    TRITON_FACT,
+    Argument,
+    Entry,
+    KernelDef,
+    Launch,
+)
 from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget, closest
 from kserve.expression import Expression
 from kserve.outline import read_toml, stays_inside
 from kserve.spec import AXIS_TYPES, DTYPES, RESERVED, SCALARS, Axis, SpecValue, check_axis_name, is_plain_name
-from kserve.target import parse_target
+from kserve.target import Target, parse_target
 
-LANGUAGES = ("cuda", "triton")
-FEATURES = ("none", "arch", "family")
-_KINDS = ("pointer", *SCALARS, "struct", "tensor_map", "constexpr")
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_OPTIONS = {"cuda": ("flags",), "triton": ("num_warps", "num_stages", "maxnreg")}
-# Options that would change what kserve itself decides, or read a file that is not declared.
-_REFUSED_FLAG = re.compile(
-    r"-{1,2}(I|include|isystem|pre-include|arch|gpu-arch|pch|use-pch|create-pch|no-cache|device-debug|G|lineinfo|generate-line"
-    r"|time|fdevice-time|dlto|dlink).*"
-)
+_MOST_SHOWN = 200
 
 
 def read_definition(content: bytes, *, origin: str) -> KernelDef:
@@ -39,8 +49,8 @@ def read_definition(content: bytes, *, origin: str) -> KernelDef:
     """
     try:
         return _definition(_Table(read_toml(content), ""))
-    except (InvalidDefinition, UnsupportedTarget) as error:
-        raise InvalidDefinition(f"{origin}: {error.message}", facts=error.facts, hint=error.hint) from None
+    except InvalidDefinition as error:
+        raise InvalidDefinition(f"{origin}: {error.message}", facts=error.facts) from None
 
 
 class _Table:
@@ -51,7 +61,10 @@ class _Table:
         self.path = path
 
     def fail(self, field: str, value: object, allowed: str) -> InvalidDefinition:
-        return InvalidDefinition(f"field {self.path}{field} cannot be {value!r}", facts={"allowed": allowed})
+        return InvalidDefinition(f"field {self.path}{field} cannot be {value!r:.{_MOST_SHOWN}}", facts={"allowed": allowed})
+
+    def about(self, field: str, error: InvalidDefinition) -> InvalidDefinition:
+        return InvalidDefinition(f"field {self.path}{field}: {error.message}", facts=error.facts)
 
     def take(self, field: str, kind: type, allowed: str, default: Any = ...) -> Any:
         if field not in self.content:
@@ -89,15 +102,15 @@ class _Table:
         try:
             found = Expression(value)
         except InvalidDefinition as error:
-            raise InvalidDefinition(f"field {self.path}{field}: {error.message}", facts=error.facts) from None
+            raise self.about(field, error) from None
         unknown = sorted(found.names - names)
         if unknown:
             raise self.fail(field, value, "an expression over " + ", ".join(sorted(names)))
         return found
 
-    def expressions(self, field: str, names: set[str], default: Any = ...) -> tuple[Expression, ...]:
-        values = self.take(field, list, "a list of one to three expressions", default)
-        if values != default and not 1 <= len(values) <= 3:
+    def expressions(self, field: str, names: set[str]) -> tuple[Expression, ...]:
+        values = self.take(field, list, "a list of one to three expressions")
+        if not 1 <= len(values) <= 3:
             raise self.fail(field, values, "a list of one to three expressions")
         return tuple(self.expression(field, value, names) for value in values)
 
@@ -114,17 +127,19 @@ class _Table:
 
 
 def _definition(table: _Table) -> KernelDef:
-    if table.take("schema", int, "1") != 1:
-        raise InvalidDefinition("field schema is not 1", facts={"allowed": "1"})
+    schema = table.take("schema", int, "1")
+    if schema != 1:
+        raise table.fail("schema", schema, "1")
     language = table.choice("language", LANGUAGES)
     axes = _axes(table.table("spec", {}))
     derived: dict[str, Expression] = {}
+    names = set(axes)
     for name, value in table.table("derived", {}).content.items():
-        check_axis_name(name)
+        _check_axis_name(table, f"derived.{name}", name)
         if name in axes:
             raise table.fail(f"derived.{name}", value, "a name that no axis has")
-        derived[name] = table.expression(f"derived.{name}", value, set(axes) | set(derived))
-    names = set(axes) | set(derived)
+        derived[name] = table.expression(f"derived.{name}", value, names)
+        names.add(name)
     minimum_cuda, features, hip = _targets(table.table("target"), language)
     entries = {}
     for position, content in enumerate(table.take("entry", list, "one or more [[entry]] tables")):
@@ -149,7 +164,7 @@ def _definition(table: _Table) -> KernelDef:
     )
     if not found.sources or not entries:
         raise table.fail("sources" if not found.sources else "entry", [], "at least one")
-    table.end("schema language sources headers shared_headers spec derived options target entry")
+    table.end(FIELDS["definition"])
     return found
 
 
@@ -162,10 +177,17 @@ def _relative(table: _Table, field: str, default: Any = ...) -> tuple[str, ...]:
     return patterns
 
 
+def _check_axis_name(table: _Table, field: str, name: str) -> None:
+    try:
+        check_axis_name(name)
+    except InvalidDefinition as error:
+        raise table.about(field, error) from None
+
+
 def _axes(table: _Table) -> dict[str, Axis]:
     axes = {}
     for name, content in table.content.items():
-        check_axis_name(name)
+        _check_axis_name(table, name, name)
         if not isinstance(content, dict):
             raise table.fail(name, content, "a table: { type = …, values = …, default = … }")
         axes[name] = _axis(name, _Table(content, f"spec.{name}."))
@@ -185,11 +207,13 @@ def _axis(name: str, table: _Table) -> Axis:
     axis = bare._replace(values=values)
     if "default" in table.content:
         axis = axis._replace(default=_of_axis(table, "default", table.content.pop("default"), axis))
-    table.end("type min max values default" if kind == "int" else "type values default")
+    table.end(AXIS_FIELDS[kind])
     return axis
 
 
 def _of_axis(table: _Table, field: str, value: object, axis: Axis) -> SpecValue:
+    if axis.kind in ("int", "bool") and isinstance(value, str):  # a number as text is for a command line
+        raise table.fail(field, value, axis.allowed)
     try:
         return axis.normalise(value)
     except InvalidSpec as error:
@@ -197,57 +221,68 @@ def _of_axis(table: _Table, field: str, value: object, axis: Axis) -> SpecValue:
 
 
 def _targets(table: _Table, language: str) -> tuple[int | None, str, tuple[str, ...]]:
-    cuda = table.take("cuda", str, "the oldest arch, such as sm_80", "")
+    cuda = table.take("cuda", str, "the oldest arch, such as sm_80", None)
     features = table.choice("features", FEATURES, "none")
     hip = table.texts("hip", [])
-    for arch in hip:
-        if parse_target(arch).backend != "hip" or language != "triton":
-            raise table.fail("hip", arch, "gfx arches, and only for language triton")
-    oldest = parse_target(cuda) if cuda else None
-    if oldest and (oldest.backend != "cuda" or oldest.suffix):
-        raise table.fail("cuda", cuda, "sm_NN without a suffix")
-    table.end("cuda features hip")
-    if oldest is None and not hip:
+    if hip and language != "triton":
+        raise table.fail("hip", list(hip), "nothing: only language triton builds for it")
+    if cuda is None and not hip:
         raise table.fail("cuda", cuda, "the oldest arch, such as sm_80")
-    return (oldest.capability if oldest else None), features, hip
+    table.end(FIELDS["target"])
+    oldest = None if cuda is None else _arch(table, "cuda", cuda, "sm_NN without a suffix")
+    return (
+        (oldest.capability if oldest else None),
+        features,
+        tuple(_arch(table, "hip", arch, "gfx arches").arch for arch in hip),
+    )
+
+
+def _arch(table: _Table, backend: str, text: str, allowed: str) -> Target:
+    with contextlib.suppress(UnsupportedTarget):
+        found = parse_target(text)
+        if found.backend == backend and not found.suffix:
+            return found
+    raise table.fail(backend, text, allowed)
 
 
 def _options(table: _Table, language: str, names: set[str]) -> dict[str, tuple[str, ...] | Expression]:
     found: dict[str, tuple[str, ...] | Expression] = {}
-    for name in _OPTIONS[language]:
+    for name in OPTION_FIELDS[language].split():
         if name not in table.content:
             continue
         if name == "flags":
             flags = found[name] = table.texts("flags")
             for flag in flags:
-                if not flag.startswith("-") or _REFUSED_FLAG.fullmatch(flag):
+                if not flag.startswith("-") or not flag.isprintable() or REFUSED_FLAG.match(flag):
                     raise table.fail("flags", flag, "a compiler option that reads no file and names no target")
         else:
             found[name] = table.expression(name, table.content.pop(name), names)
-    table.end(" ".join(_OPTIONS[language]))
+    table.end(OPTION_FIELDS[language])
     return found
 
 
 def _entry(table: _Table, language: str, axes: dict[str, Axis], names: set[str]) -> Entry:
-    name = table.take("name", str, f"a name of {_NAME.pattern}")
-    if not _NAME.fullmatch(name):
-        raise table.fail("name", name, f"a name of {_NAME.pattern}")
-    arguments = []
+    name = table.take("name", str, f"a name of {ENTRY_NAME.pattern}")
+    if not ENTRY_NAME.fullmatch(name):
+        raise table.fail("name", name, f"a name of {ENTRY_NAME.pattern}")
+    arguments: list[Argument] = []
+    macros: set[str] = set()
     for position, content in enumerate(table.take("arguments", list, "a list of argument tables")):
         if not isinstance(content, dict):
             raise table.fail(f"arguments[{position}]", content, "a table: { name = …, type = … }")
         arguments.append(_argument(_Table(content, f"{table.path}arguments[{position}]."), language, axes, names))
         # Facts reach a source as macros with upper-case names: two arguments must differ in more than case.
-        if arguments[-1].name in names or arguments[-1].name.upper() in [a.name.upper() for a in arguments[:-1]]:
+        if arguments[-1].name in names or arguments[-1].name.upper() in macros:
             raise table.fail(f"arguments[{position}].name", arguments[-1].name, "a name that no axis or argument has")
+        macros.add(arguments[-1].name.upper())
     scalars = {a.name for a in arguments if a.kind == "constexpr" or SCALARS.get(a.kind, "float")[0] in "iu"}
     launch = _launch(table.table("launch"), language, names | scalars)
     function = table.take("function", str, "a function name; {axis} stands for a value of the spec")
-    for placeholder in re.findall(r"\{(.*?)\}", function):
+    for placeholder in re.findall(r"\{([^{}]*)\}", function):
         if placeholder not in names or language != "cuda":
             raise table.fail("function", function, "{axis} of " + (", ".join(sorted(names)) or "no axis"))
     found = Entry(name, table.take("summary", str, "one line"), function, tuple(arguments), launch)
-    table.end("name summary function arguments launch")
+    table.end(FIELDS["entry"])
     return found
 
 
@@ -255,64 +290,61 @@ def _argument(table: _Table, language: str, axes: dict[str, Axis], names: set[st
     name = table.take("name", str, "an identifier")
     if not is_plain_name(name):
         raise table.fail("name", name, "an identifier that begins with a letter, no keyword, none of " + ", ".join(RESERVED))
-    kind = table.choice("type", _KINDS)
+    kind = table.choice("type", tuple(ARGUMENT_FIELDS))
+    if kind in LACKING[language]:
+        raise table.fail("type", kind, ", ".join(other for other in ARGUMENT_FIELDS if other not in LACKING[language]))
     reader = {"pointer": _pointer, "struct": _struct, "constexpr": _constexpr}.get(kind, _scalar)
     found = reader(table, Argument(name, kind), axes, names)
-    if language == "cuda" and kind == "constexpr":
-        raise table.fail("type", kind, "a type other than constexpr: CUDA takes template arguments in `function`")
-    if language == "triton" and kind in ("struct", "tensor_map"):
-        raise table.fail("type", kind, "a type other than " + kind + " in language triton")
-    if language == "triton" and (found.align % 16 or found.divisible_by % 16):
-        raise table.fail("align" if found.align % 16 else "divisible_by", found.align or found.divisible_by, "multiples of 16")
+    table.end(ARGUMENT_FIELDS[kind])
+    if language == "triton" and (found.align % TRITON_FACT or found.divisible_by % TRITON_FACT):
+        field = "align" if found.align % TRITON_FACT else "divisible_by"
+        raise table.fail(field, found.align or found.divisible_by, f"multiples of {TRITON_FACT}")
     return found
 
 
 def _pointer(table: _Table, bare: Argument, axes: dict[str, Axis], names: set[str]) -> Argument:  # noqa: ARG001
     dtypes = [axis.name for axis in axes.values() if axis.kind == "dtype"]
-    found = bare._replace(
+    allowed = "0, or a power of two from 2 to 256"
+    align = table.number("align", allowed)
+    if align not in ALIGNS:
+        raise table.fail("align", align, allowed)
+    return bare._replace(
         dtype=table.choice("dtype", (*dtypes, *DTYPES)),
         mutated=table.take("mutated", bool, "true, false", default=False),
         nullable=table.take("nullable", bool, "true, false", default=False),
         contiguous=table.take("contiguous", bool, "true, false", default=True),
-        align=table.number("align", "0, or a power of two from 2 to 256"),
+        align=align,
     )
-    if found.align and (found.align.bit_count() != 1 or not 2 <= found.align <= 256):
-        raise table.fail("align", found.align, "0, or a power of two from 2 to 256")
-    table.end("name type dtype mutated nullable contiguous align")
-    return found
 
 
 def _scalar(table: _Table, bare: Argument, axes: dict[str, Axis], names: set[str]) -> Argument:  # noqa: ARG001
-    if SCALARS.get(bare.kind, "")[:1] not in ("i", "u"):
-        table.end("name type")
+    if "divisible_by" not in ARGUMENT_FIELDS[bare.kind].split():
         return bare
-    found = bare._replace(divisible_by=table.number("divisible_by", "0, or a whole number from 2"))
-    if found.divisible_by == 1:
+    divisor = table.number("divisible_by", "0, or a whole number from 2")
+    if divisor == 1:
         raise table.fail("divisible_by", 1, "0, or a whole number from 2")
-    table.end("name type divisible_by")
-    return found
+    return bare._replace(divisible_by=divisor)
 
 
 def _struct(table: _Table, bare: Argument, axes: dict[str, Axis], names: set[str]) -> Argument:  # noqa: ARG001
-    size = table.number("size_bytes", "1 to 4096", 0)
-    if not 1 <= size <= 4096:
-        raise table.fail("size_bytes", size, "1 to 4096")
-    table.end("name type size_bytes")
+    allowed = f"1 to {LARGEST_STRUCT_BYTES}"
+    size = table.take("size_bytes", int, allowed)
+    if not 1 <= size <= LARGEST_STRUCT_BYTES:
+        raise table.fail("size_bytes", size, allowed)
     return bare._replace(size_bytes=size)
 
 
 def _constexpr(table: _Table, bare: Argument, axes: dict[str, Axis], names: set[str]) -> Argument:  # noqa: ARG001
-    value = table.expression("value", table.content.pop("value", None), names)
-    table.end("name type value")
-    return bare._replace(value=value)
+    value = table.take("value", object, "an integer, or an expression over the spec")
+    return bare._replace(value=table.expression("value", value, names))
 
 
 def _launch(table: _Table, language: str, names: set[str]) -> Launch:
     grid = table.expressions("grid", names)
     if language == "triton":
-        table.end("grid")
+        table.end(LAUNCH_FIELDS[language])
         return Launch(grid)
     block = table.expressions("block", names)
-    shared = table.content.pop("shared_bytes", None)
-    table.end("grid block shared_bytes")
+    shared = table.take("shared_bytes", object, "an integer, or an expression", None)
+    table.end(LAUNCH_FIELDS[language])
     return Launch(grid, block, None if shared is None else table.expression("shared_bytes", shared, names))

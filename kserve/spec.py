@@ -12,6 +12,8 @@ from kserve.errors import InvalidDefinition, InvalidSpec, closest
 
 SpecValue = bool | int | str
 Spec = dict[str, SpecValue]
+# Of an axis and of what an expression gives, beside the sign: what an i64 argument holds.
+INTEGER_BITS = 63
 
 
 class Dtype(NamedTuple):
@@ -59,10 +61,11 @@ SCALARS = {
 RESERVED = frozenset({"name", "target", "facts", "sizes", "timeout_s", "debug", "stream", "grid", "args"})
 # What expressions and generated launch code call: a name like these would hide it.
 _FUNCTIONS = frozenset({"min", "max", "cdiv", "next_pow2", "int", "float", "bool", "bytes", "len"})
+REFUSED_NAMES = frozenset({*keyword.kwlist, *RESERVED, *_FUNCTIONS})
 AXIS_TYPES = ("dtype", "int", "bool", "enum", "string")
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 # A string reaches a compiler's command line or a C++ name: no white space, quotes or shell characters.
-_STRING = re.compile(r"[A-Za-z0-9_.:+-]{1,64}")
+STRING = re.compile(r"[A-Za-z0-9_.:+-]{1,64}")
 
 
 class Axis(NamedTuple):
@@ -89,7 +92,7 @@ class Axis(NamedTuple):
         if self.kind == "int":
             low = "…" if self.low is None else str(self.low)
             return f"an integer, {low} to {'…' if self.high is None else self.high}"
-        return {"dtype": ", ".join(DTYPES), "bool": "true, false"}.get(self.kind, f"text of {_STRING.pattern}")
+        return {"dtype": ", ".join(DTYPES), "bool": "true, false"}.get(self.kind, f"text of {STRING.pattern}")
 
     def normalise(self, value: object) -> SpecValue:
         """The value in its one form: a torch dtype by name, a NumPy integer as int.
@@ -123,7 +126,7 @@ def _plain(kind: str, value: object) -> SpecValue | None:
         return _boolean(value)
     if kind == "int":
         return _integer(value)
-    return value if isinstance(value, str) and _STRING.fullmatch(value) else None
+    return value if isinstance(value, str) and STRING.fullmatch(value) else None
 
 
 def _boolean(value: object) -> bool | None:
@@ -141,11 +144,12 @@ def _integer(value: object) -> int | None:
     if is_bool(value):
         return None
     if isinstance(value, str):  # from a command line
-        return int(value) if re.fullmatch(r"-?\d{1,18}", value) else None
+        return int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # anything else raises TypeError
+        found = operator.index(value)  # type: ignore[arg-type]  # anything else raises TypeError
     except TypeError:
         return None
+    return found if found.bit_length() <= INTEGER_BITS else None
 
 
 def normalise_spec(kernel: str, axes: Mapping[str, Axis], wanted: Mapping[str, object]) -> Spec:
@@ -179,18 +183,13 @@ def is_same_value(value: SpecValue, wished: object) -> bool:
 
 def is_plain_name(name: object) -> bool:
     """Whether the text can name an axis or an argument: launch code is generated with these names in it."""
-    return (
-        isinstance(name, str)
-        and bool(_NAME.fullmatch(name))
-        and not keyword.iskeyword(name)
-        and name not in RESERVED | _FUNCTIONS
-    )
+    return isinstance(name, str) and bool(NAME.fullmatch(name)) and name not in REFUSED_NAMES
 
 
 def check_axis_name(name: str) -> None:
     """Raises InvalidDefinition for a name that is reserved or no plain identifier."""
-    if not is_plain_name(name):
+    if not is_plain_name(name) or name in DTYPES:  # a pointer's dtype is a dtype's name or an axis's
         allowed = "letters, digits and underscores, a letter first; no Python keyword; none of " + ", ".join(
-            sorted(RESERVED | _FUNCTIONS)
+            sorted({*RESERVED, *_FUNCTIONS, *DTYPES})
         )
         raise InvalidDefinition(f"axis cannot be called {name!r}", facts={"allowed": allowed})

@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from kserve.errors import UnsupportedTarget
 
-_CUDA_ARCH = re.compile(r"sm_([1-9][0-9]{1,2})([af]?)")
+CUDA_BASE = r"sm_([1-9][0-9]{1,2})"
+_CUDA_ARCH = re.compile(CUDA_BASE + "([af]?)")
 # The first compute capability that has a suffix: sm_90a, sm_100f.
 _OLDEST_WITH = {"": 0, "a": 90, "f": 100}
 # Integrated GPUs: CUDA keeps no binary compatibility between them and the discrete ones of the same major version.
 _TEGRA = frozenset({72, 87, 101, 110})
-_HIP_ARCH = re.compile(r"gfx[0-9a-f]{3,4}")
+HIP_ARCH = r"gfx[0-9a-f]{3,4}"
+_HIP_ARCH = re.compile(HIP_ARCH)
 
 # Shared memory one block may ask for, bytes, by compute capability: CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability", "maximum amount of shared memory per thread block".

@@ -15,7 +15,7 @@ LAYERS = [
     ["errors"],
     ["spec", "target", "expression"],
     ["artifact", "key", "config", "ownership"],
-    ["definition", "kernel_toml", "outline", "catalog", "protocol", "alias", "lockfile"],
+    ["definition", "kernel_toml", "kernel_schema", "outline", "catalog", "protocol", "alias", "lockfile"],
     ["store", "toolchain"],
     ["build"],
     ["service"],

@@ -20,6 +20,7 @@ from kserve.client.launch import Kernel
 from kserve.client.start import fork_orphan, log_path, start_daemon
 from kserve.config import Settings, load_settings
 from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError, ToolchainMissing
+from kserve.kernel_schema import kernel_schema
 
 _DOWN_TIMEOUT_S = 10.0
 
@@ -54,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _command(commands, "down", _down, "end the daemon, running builds included")
     _command(commands, "status", _status, "what the daemon is doing")
-    _command(commands, "kernels", _kernels, "list the kernels that can be asked for")
+    kernels = _command(commands, "kernels", _kernels, "list the kernels that can be asked for")
+    kernels.add_argument("--schema", action="store_true", help="print the JSON schema of kernel.toml instead")
 
     build = _command(commands, "build", _build, "build a kernel, or find it in the store")
     build.add_argument("name")
@@ -165,6 +167,9 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
+    if arguments.schema:
+        say(json.dumps(kernel_schema(), indent=2))
+        return 0
     rows, plain = [], []
     broken: list[InvalidDefinition] = []
     for folder, definition, entry in every_entry(load_settings(), broken):

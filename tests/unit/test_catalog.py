@@ -134,7 +134,9 @@ def test_shared_headers_come_from_the_include_folder_beside_it(settings, kernels
     assert find("scale", settings).files["include/lib/x.cuh"] == b"x"
 
 
-@pytest.mark.parametrize("pattern", ["missing.cuh", "*.cuh", "deep", ".", "**x.cuh", "[", "a/**b"])
+@pytest.mark.parametrize(
+    "pattern", ["missing.cuh", "*.cuh", "deep", ".", "**x.cuh", "[", "a/**b", "x" * 300, "a/" * 3000 + "b"]
+)
 def test_a_pattern_that_gives_no_file_is_refused(settings, kernels, pattern):
     folder = write_cuda(kernels / "mine", toml=with_headers(pattern))
     (folder / "deep").mkdir()

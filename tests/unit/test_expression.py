@@ -141,6 +141,13 @@ def test_an_expression_without_an_integer_value_says_so(text):
     assert text in caught.value.message
 
 
+@pytest.mark.parametrize("text", ["n * n", "-n * n", "next_pow2(n) * 2", "0x" + "f" * 100])
+def test_a_value_of_more_than_64_bits_is_none(text):
+    """Derived axes that multiply each other would soon fill the memory."""
+    with pytest.raises(InvalidDefinition):
+        Expression(text).evaluate({"n": 2**62})
+
+
 @pytest.mark.parametrize("text", ["'a' * 1000000000000000000", "dtype * 1000000000000000000", "'%1000000000000000000d' % 1"])
 def test_text_is_only_compared(text):
     with pytest.raises(InvalidDefinition):

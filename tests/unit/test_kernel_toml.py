@@ -362,6 +362,8 @@ def test_a_derived_axis_cannot_be_asked_for():
         (TRITON_TOML, [], "sm_90", "cuda:sm_90a"),
         (TRITON_TOML, [], "gfx942", "hip:gfx942"),
         (TRITON_TOML, [('cuda = "sm_80"\n', "")], "gfx942", "hip:gfx942"),
+        (TRITON_TOML, [('"gfx942"', '"hip:gfx942"')], "gfx942", "hip:gfx942"),
+        (CUDA_TOML, [('"sm_80"', '"cuda:sm_80"')], "sm_90", "cuda:sm_90"),
     ],
 )
 def test_a_kernel_names_its_exact_target(toml, edits, asked, exact):

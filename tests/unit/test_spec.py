@@ -40,6 +40,7 @@ TEXT = Axis("text", "string")
         (SIZE, np.uint8(200), 200),
         (Axis("n", "int"), -5, -5),
         (Axis("n", "int"), "-5", -5),
+        (Axis("n", "int"), 2**63 - 1, 2**63 - 1),
         (Axis("n", "int", values=(2, 4)), 4, 4),
         (FLAG, True, True),
         (FLAG, False, False),
@@ -78,6 +79,9 @@ def test_a_value_has_one_form(axis, value, plain):
         (SIZE, " 128"),
         (SIZE, ""),
         (SIZE, "9" * 19),
+        (SIZE, "\uff11\uff12"),
+        (Axis("n", "int"), 2**63),
+        (Axis("n", "int"), -(2**63) - 1),
         (SIZE, None),
         (SIZE, [128]),
         (SIZE, np.bool_(True)),
@@ -181,6 +185,12 @@ def test_a_reserved_or_unusual_name_is_refused(name):
 @pytest.mark.parametrize("name", ["min", "max", "cdiv", "next_pow2"])
 def test_a_name_that_would_hide_a_function_of_expressions_is_refused(name):
     assert not is_plain_name(name)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_an_axis_cannot_be_called_like_a_dtype(name):
+    with pytest.raises(InvalidDefinition):
+        check_axis_name(name)
 
 
 @pytest.mark.parametrize("value", [None, 5, b"a"])

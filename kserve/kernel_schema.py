@@ -1,0 +1,201 @@
+"""The JSON Schema of kernel.toml, made of the tables the reader reads by. `kernel.schema.json` holds what it gives, as
+`kserve kernels --schema` prints it.
+
+What the reader accepts, the schema accepts. What joins two places of a file is left to the reader: names that are used
+elsewhere, expressions, a default among the values.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kserve.definition import (
+    ALIGNS,
+    ARGUMENT_FIELDS,
+    AXIS_FIELDS,
+    ENTRY_NAME,
+    FEATURES,
+    FIELDS,
+    LACKING,
+    LANGUAGES,
+    LARGEST_STRUCT_BYTES,
+    LAUNCH_FIELDS,
+    OPTION_FIELDS,
+    REFUSED_FLAG,
+    TRITON_FACT,
+)
+from kserve.expression import LONGEST
+from kserve.key import canonical_json
+from kserve.spec import AXIS_TYPES, DTYPES, NAME, REFUSED_NAMES, STRING
+from kserve.target import CUDA_BASE, HIP_ARCH
+
+Schema = dict[str, Any]
+
+
+def kernel_schema() -> Schema:
+    """The schema, as JSON Schema 2020-12."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "kernel.toml",
+        "description": "A kernel of kserve: its sources, its spec, and how each of its entries is launched.",
+        **_table(FIELDS["definition"], _DEFINITION, required="schema language sources target entry"),
+        "allOf": [_when("language", [language], _of_language(language)) for language in LANGUAGES],
+        "$defs": {
+            "axis_name": {**_text(NAME.pattern), "not": {"enum": sorted({*REFUSED_NAMES, *DTYPES})}},
+            "argument_name": {**_text(NAME.pattern), "not": {"enum": sorted(REFUSED_NAMES)}},
+            "dtype": {"enum": [*DTYPES]},
+            "expression": {"type": ["integer", "string", "boolean"], "maxLength": LONGEST},
+            "axis": _variants(_AXIS, AXIS_FIELDS, {kind: _of_axis(kind) for kind in AXIS_TYPES}),
+            "argument": _variants(_ARGUMENT, ARGUMENT_FIELDS, _NEEDED, required="name type"),
+        },
+    }
+
+
+def _table(fields: str, properties: Schema, *, required: str = "") -> Schema:
+    """A table of these fields and no others."""
+    found = {field: properties[field] for field in fields.split()}
+    return {"type": "object", "properties": found, "required": required.split(), "additionalProperties": False}
+
+
+def _when(field: str, values: list[str], then: Schema) -> Schema:
+    return {"if": {"properties": {field: {"enum": values}}, "required": [field]}, "then": then}
+
+
+def _variants(properties: Schema, fields: dict[str, str], more: dict[str, Schema], *, required: str = "type") -> Schema:
+    """A table whose field `type` decides which others it may have: fields by type, and what else holds for that type."""
+    kinds_of: dict[str, list[str]] = {}
+    for kind, group in fields.items():
+        kinds_of.setdefault(canonical_json({**_only(group), **more.get(kind, {})}), []).append(kind)
+    narrowed = [_when("type", kinds, json.loads(rule)) for rule, kinds in kinds_of.items()]
+    return {**_table(" ".join(fields.values()), properties, required=required), "allOf": narrowed}
+
+
+def _only(fields: str) -> Schema:
+    return {"propertyNames": {"enum": fields.split()}}
+
+
+def _items(schema: Schema, **bounds: int) -> Schema:
+    return {"type": "array", "items": schema, **bounds}
+
+
+def _said(description: str, schema: Schema) -> Schema:
+    return {"description": description, **schema}
+
+
+def _text(pattern: str) -> Schema:
+    return {"type": "string", "pattern": f"^{pattern}$"}
+
+
+def _of_axis(kind: str) -> Schema:
+    value = _AXIS_VALUES[kind]
+    values = _items(value, minItems=1) if kind == "enum" else _items(value)
+    return {"properties": {"values": values, "default": value}, "required": ["values"] if kind == "enum" else []}
+
+
+def _of_language(language: str) -> Schema:
+    """What one language narrows: its options, its targets, the types of arguments it has, what its launch says."""
+    kinds = [kind for kind in ARGUMENT_FIELDS if kind not in LACKING[language]]
+    fact = {"multipleOf": TRITON_FACT} if language == "triton" else {}
+    argument: Schema = {"properties": {"type": {"enum": kinds}, "align": fact, "divisible_by": fact}}
+    launch = {**_only(LAUNCH_FIELDS[language]), "required": ["grid"] if language == "triton" else ["grid", "block"]}
+    target = {} if language == "triton" else {"required": ["cuda"], "properties": {"hip": {"maxItems": 0}}}
+    entry = {"properties": {"arguments": {"items": argument}, "launch": launch}}
+    return {"properties": {"options": _only(OPTION_FIELDS[language]), "target": target, "entry": {"items": entry}}}
+
+
+_BOOLEAN = {"type": "boolean"}
+_INTEGER = {"type": "integer"}
+_EXPRESSION = {"$ref": "#/$defs/expression"}
+_EXPRESSIONS = _items(_EXPRESSION, minItems=1, maxItems=3)
+_FILES = _items({"type": "string", "pattern": r"^(?!/)(?!(.*/)?\.\.(/|$))[^\\]+$"})
+_DTYPE = {"$ref": "#/$defs/dtype"}
+_AXIS_NAME = {"$ref": "#/$defs/axis_name"}
+_AXIS_DTYPE = {"anyOf": [_DTYPE, _text(f"torch\\.({'|'.join(DTYPES)})")]}
+_FLAG = {"type": "string", "pattern": "^-", "not": {"pattern": f"^({REFUSED_FLAG.pattern})"}}
+_AXIS_VALUES: dict[str, Schema] = {
+    "dtype": _AXIS_DTYPE,
+    "int": _INTEGER,
+    "bool": _BOOLEAN,
+    "enum": _text(STRING.pattern),
+    "string": _text(STRING.pattern),
+}
+
+_AXIS = {
+    "type": _said("What its values are. A dtype has torch's name.", {"enum": [*AXIS_TYPES]}),
+    "min": _said("The least value of an int.", _INTEGER),
+    "max": _said("The greatest value of an int.", _INTEGER),
+    "values": _said("The values that are allowed.", {"type": "array"}),
+    "default": _said("The value where the caller names none. Without one the axis is required.", {}),
+}
+_ARGUMENT = {
+    "name": _said("The parameter's name, which no axis has.", {"$ref": "#/$defs/argument_name"}),
+    "type": _said("The kind of parameter.", {"enum": [*ARGUMENT_FIELDS]}),
+    "dtype": _said("The element type: a dtype or a dtype axis.", {"anyOf": [_DTYPE, _AXIS_NAME]}),
+    "mutated": _said("The kernel writes through it. Default false.", _BOOLEAN),
+    "nullable": _said("None is passed as a null pointer. Default false.", _BOOLEAN),
+    "contiguous": _said("A strided view is refused. Default true.", _BOOLEAN),
+    "align": _said("The fact that the pointer is divisible by this many bytes; 0 for none.", {"enum": [*ALIGNS]}),
+    "divisible_by": _said(
+        "The fact that the integer is divisible by this; 0 for none.", {**_INTEGER, "minimum": 0, "not": {"const": 1}}
+    ),
+    "size_bytes": _said("Of a struct, which is passed as bytes.", {**_INTEGER, "minimum": 1, "maximum": LARGEST_STRUCT_BYTES}),
+    "value": _said("An expression over the spec.", _EXPRESSION),
+}
+_NEEDED: dict[str, Schema] = {
+    "pointer": {"required": ["dtype"]},
+    "struct": {"required": ["size_bytes"]},
+    "constexpr": {"required": ["value"]},
+}
+_LAUNCH = {
+    "grid": _said("One to three expressions over the spec and the integer arguments.", _EXPRESSIONS),
+    "block": _said("Threads of a block: one to three expressions.", _EXPRESSIONS),
+    "shared_bytes": _said("Dynamic shared memory of a block.", _EXPRESSION),
+}
+_ENTRY = {
+    "name": _said("What get_kernel is asked for.", _text(ENTRY_NAME.pattern)),
+    "summary": _said("One line.", {"type": "string"}),
+    "function": _said("The function's name; in CUDA {axis} stands for a value of the spec.", {"type": "string"}),
+    "arguments": _said("The function's parameters in order.", _items({"$ref": "#/$defs/argument"})),
+    "launch": _said("How it is launched.", _table(" ".join(LAUNCH_FIELDS.values()), _LAUNCH)),
+}
+_OPTIONS = {
+    "flags": _said("Compiler options, none that reads a file or names a target.", _items(_FLAG)),
+    "num_warps": _said("Warps of a program.", _EXPRESSION),
+    "num_stages": _said("Stages of software pipelining.", _EXPRESSION),
+    "maxnreg": _said("The most registers of a thread.", _EXPRESSION),
+}
+_TARGET = {
+    "cuda": _said("The oldest arch, such as sm_80.", _text(f"(cuda:)?{CUDA_BASE}")),
+    "features": _said("What bare sm_90 and newer stand for: sm_90, sm_90a, sm_100f.", {"enum": [*FEATURES]}),
+    "hip": _said("The gfx arches.", _items(_text(f"(hip:)?{HIP_ARCH}"))),
+}
+_DEFINITION = {
+    "schema": _said("The version of this form.", {"const": 1}),
+    "language": _said("What the sources are written in.", {"enum": [*LANGUAGES]}),
+    "sources": _said("Globs inside the folder. The first is a file, and the one that is compiled.", {**_FILES, "minItems": 1}),
+    "headers": _said("Globs inside the folder.", _FILES),
+    "shared_headers": _said("Globs inside the folder `include` beside the kernel's.", _FILES),
+    "spec": {
+        "description": "The axes a caller chooses.",
+        "type": "object",
+        "propertyNames": _AXIS_NAME,
+        "additionalProperties": {"$ref": "#/$defs/axis"},
+    },
+    "derived": {
+        "description": "Further integer axes, expressions over the axes and those above.",
+        "type": "object",
+        "propertyNames": _AXIS_NAME,
+        "additionalProperties": _EXPRESSION,
+    },
+    "options": _said("Compile options.", _table(" ".join(OPTION_FIELDS.values()), _OPTIONS)),
+    "target": {
+        "description": "What it can be built for.",
+        **_table(FIELDS["target"], _TARGET),
+        "anyOf": [{"required": ["cuda"]}, {"required": ["hip"], "properties": {"hip": {"minItems": 1}}}],
+    },
+    "entry": _said(
+        "The kernels of this folder.",
+        _items(_table(FIELDS["entry"], _ENTRY, required="name summary function arguments launch"), minItems=1),
+    ),
+}
