@@ -35,8 +35,6 @@ from kserve.outline import read_toml, stays_inside
 from kserve.spec import AXIS_TYPES, DTYPES, RESERVED, SCALARS, Axis, SpecValue, check_axis_name, is_plain_name
 from kserve.target import Target, parse_target
 
-_MOST_SHOWN = 200
-
 
 def read_definition(content: bytes, *, origin: str) -> KernelDef:
     """Read a kernel.toml.
@@ -61,7 +59,7 @@ class _Table:
         self.path = path
 
     def fail(self, field: str, value: object, allowed: str) -> InvalidDefinition:
-        return InvalidDefinition(f"field {self.path}{field} cannot be {value!r:.{_MOST_SHOWN}}", facts={"allowed": allowed})
+        return InvalidDefinition(f"field {self.path}{field} cannot be {value!r:.200}", facts={"allowed": allowed})
 
     def about(self, field: str, error: InvalidDefinition) -> InvalidDefinition:
         return InvalidDefinition(f"field {self.path}{field}: {error.message}", facts=error.facts)
@@ -251,10 +249,11 @@ def _options(table: _Table, language: str, names: set[str]) -> dict[str, tuple[s
         if name not in table.content:
             continue
         if name == "flags":
-            flags = found[name] = table.texts("flags")
+            flags = table.texts("flags")
             for flag in flags:
                 if not flag.startswith("-") or not flag.isprintable() or REFUSED_FLAG.match(flag):
                     raise table.fail("flags", flag, "a compiler option that reads no file and names no target")
+            found |= {name: flags} if flags else {}  # none is the same build as none mentioned
         else:
             found[name] = table.expression(name, table.content.pop(name), names)
     table.end(OPTION_FIELDS[language])
@@ -296,9 +295,9 @@ def _argument(table: _Table, language: str, axes: dict[str, Axis], names: set[st
     reader = {"pointer": _pointer, "struct": _struct, "constexpr": _constexpr}.get(kind, _scalar)
     found = reader(table, Argument(name, kind), axes, names)
     table.end(ARGUMENT_FIELDS[kind])
-    if language == "triton" and (found.align % TRITON_FACT or found.divisible_by % TRITON_FACT):
-        field = "align" if found.align % TRITON_FACT else "divisible_by"
-        raise table.fail(field, found.align or found.divisible_by, f"multiples of {TRITON_FACT}")
+    for field, fact in (("align", found.align), ("divisible_by", found.divisible_by)):
+        if language == "triton" and fact % TRITON_FACT:
+            raise table.fail(field, fact, f"multiples of {TRITON_FACT}")
     return found
 
 

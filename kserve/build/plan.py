@@ -52,7 +52,7 @@ def plan_builds(
     fingerprint: Fingerprint,
     files: Mapping[str, str],
 ) -> list[Plan]:
-    """The builds one request needs: with the declared facts and, where there are any, with none.
+    """The builds one request needs: with the declared facts and, where they say anything, with none.
 
     Raises: InvalidSpec, UnsupportedTarget, InvalidDefinition.
     """
@@ -76,7 +76,7 @@ def plan_builds(
         components = _components(entry, job, spec=full, fingerprint=fingerprint, sources=sources)
         key = build_key(components)
         plans.append(Plan(key, components, entry.name, exact, full, variant, job, entry, sources))
-    return plans
+    return plans[:1] if plans[0].key == plans[-1].key else plans  # facts that always hold are none
 
 
 def _components(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: Mapping[str, str]) -> dict[str, str]:
@@ -154,10 +154,14 @@ def _job_argument(argument: Argument, spec: Spec, variant: str) -> JobArgument:
         return JobArgument(argument.name, "tensor_map", size_bytes=128)
     dtype = str(spec.get(argument.dtype, argument.dtype))
     align, divisible_by = (argument.align, argument.divisible_by) if variant == DECLARED else (0, 0)
-    if argument.kind == "pointer":  # an element's own size always holds
-        natural = DTYPES[dtype].size_bytes
-        return JobArgument(argument.name, "pointer", dtype, align=max(align, natural))
+    if argument.kind == "pointer":
+        return JobArgument(argument.name, "pointer", dtype, align=max(align, _natural_align(dtype)))
     return JobArgument(argument.name, argument.kind, dtype, argument.size_bytes, divisible_by=divisible_by)
+
+
+def _natural_align(dtype: str) -> int:
+    """Bytes that divide every pointer to that dtype: an element's own size always holds and is no fact."""
+    return DTYPES[dtype].size_bytes if dtype else 0
 
 
 def contract_of(plan: Plan, built: Built) -> Contract:
@@ -181,7 +185,7 @@ def contract_of(plan: Plan, built: Built) -> Contract:
             mutated=argument.mutated,
             nullable=argument.nullable,
             contiguous=argument.contiguous,
-            align=argument.align if plan.variant == DECLARED else 0,
+            align=compiled.align if compiled.align > _natural_align(compiled.dtype) else 0,
             divisible_by=compiled.divisible_by,
         )
         for (argument, compiled), (offset, size) in zip(declared, places, strict=False)

@@ -114,6 +114,15 @@ def test_facts_are_in_the_declared_key_only():
     assert plans(CUDA_TOML.replace(", align = 16", ""))[0].key == plans()[1].key
 
 
+@pytest.mark.parametrize("align", [2, 4])
+def test_an_alignment_that_always_holds_is_no_fact(align: int):
+    """One build, and a contract that another definition of the same key would have, too."""
+    (plan,) = plans(CUDA_TOML.replace("align = 16", f"align = {align}"))
+    (bare,) = plans(CUDA_TOML.replace(", align = 16", ""))
+    assert (plan.key, plan.variant) == (bare.key, DECLARED)
+    assert contract_of(plan, BUILT) == contract_of(bare, BUILT)
+
+
 @pytest.mark.parametrize("block", ["[2048]", "[0]", "[32, 64]", '["size * 256"]'])
 def test_a_block_that_no_device_launches_is_a_failed_build(block: str):
     plan = plans(toml("block = [128]", f"block = {block}"))[0]
@@ -123,6 +132,7 @@ def test_a_block_that_no_device_launches_is_a_failed_build(block: str):
 
 
 SAME = {
+    "an empty list of flags": {"toml": toml("[[entry]]", "[options]\nflags = []\n[[entry]]")},
     "the order of files": {"files": dict(reversed(FILES.items()))},
     "the default, named": {"spec": {"size": 8}},
     "a number as text": {"spec": {"size": "8"}},

@@ -21,7 +21,7 @@ from kserve.errors import InvalidDefinition
 from kserve.kernel_schema import kernel_schema
 from kserve.kernel_toml import read_definition
 from kserve.outline import read_outline
-from tests.support.definitions import CUDA_TOML, TRITON_TOML
+from tests.support.definitions import CUDA_TOML, FULL_CUDA, FULL_TRITON, TRITON_TOML
 from tests.support.mutations import TOML_VALUES, damaged, mutated, places, toml_of
 from tests.support.processes import kserve as command
 from tests.support.slow_kernel import TOML as SLOW_TOML
@@ -30,66 +30,6 @@ PUBLISHED = Path(kserve.kernel_schema.__file__).parent / "kernel.schema.json"
 BUILT_IN = sorted(path for root in built_in_roots() for path in root.glob("*/kernel.toml"))
 SCHEMA = jsonschema.Draft202012Validator(kernel_schema())
 
-# Every field there is.
-FULL_CUDA = """
-schema = 1
-language = "cuda"
-sources = ["kernel.cu", "more/*.cu"]
-headers = ["*.cuh"]
-shared_headers = ["kserve/access.cuh"]
-[spec]
-size = { type = "int", min = 1, max = 4096, values = [8, 16], default = 8 }
-dtype = { type = "dtype", values = ["float32", "torch.float16"], default = "float32" }
-fast = { type = "bool", values = [false], default = false }
-mode = { type = "enum", values = ["a", "b"], default = "a" }
-tag = { type = "string", default = "x" }
-[derived]
-twice = "2 * size"
-one = 1
-[options]
-flags = ["--std=c++17", "-DX=1"]
-[target]
-cuda = "sm_80"
-features = "arch"
-[[entry]]
-name = "scale"
-summary = "one line"
-function = "scale<{size}, {dtype}, {twice}>"
-arguments = [
-  { name = "x", type = "pointer", dtype = "dtype", mutated = true, nullable = true, contiguous = false, align = 16 },
-  { name = "n", type = "i64", divisible_by = 4 },
-  { name = "f", type = "f32" },
-  { name = "flag", type = "bool" },
-  { name = "s", type = "struct", size_bytes = 24 },
-  { name = "m", type = "tensor_map" },
-]
-launch = { grid = ["cdiv(n, 128)", 1, "one"], block = [128], shared_bytes = "4 * size" }
-"""
-FULL_TRITON = """
-schema = 1
-language = "triton"
-sources = ["kernel.py"]
-[spec]
-block = { type = "int", default = 128 }
-[options]
-num_warps = 4
-num_stages = "1 + (block > 64)"
-maxnreg = 64
-[target]
-cuda = "cuda:sm_80"
-hip = ["gfx942", "hip:gfx90a"]
-[[entry]]
-name = "scale"
-summary = "one line"
-function = "scale"
-arguments = [
-  { name = "x", type = "pointer", dtype = "float32", align = 32 },
-  { name = "n", type = "i64", divisible_by = 16 },
-  { name = "BLOCK", type = "constexpr", value = "block" },
-  { name = "FLAG", type = "constexpr", value = true },
-]
-launch = { grid = ["cdiv(n, BLOCK)"] }
-"""
 VALID = [CUDA_TOML, TRITON_TOML, SLOW_TOML, FULL_CUDA, FULL_TRITON, *(path.read_text() for path in BUILT_IN)]
 DOCUMENTS = [tomllib.loads(text) for text in VALID]
 
