@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from kserve import client
+from tests.support import users
 from tests.support.place import set_up_place, tear_down_place
 
 # The same inputs in every run, so that a red test is the change's fault; `--hypothesis-profile=search` looks for new ones.
@@ -38,6 +39,13 @@ def kernels(own_place: Path, monkeypatch: pytest.MonkeyPatch):
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
     client.forget()
+
+
+@pytest.fixture
+def other_users():
+    """Skips where no other user can run a Python with these packages."""
+    if users.interpreter() is None:
+        pytest.skip("no other user can run a Python with these packages here")
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def cuda_job(**changes: Any) -> Job:
 def slow_job() -> Job:
     """A compile that takes far longer than any test."""
     arguments = (JobArgument("out", "pointer", "float32"), JobArgument("x", "f32", "float32", size_bytes=4))
-    return cuda_job(function="slow<0>", arguments=arguments)
+    return cuda_job(function="slow<0, 10>", arguments=arguments)
 
 
 @contextlib.asynccontextmanager
