@@ -1,7 +1,8 @@
 """Remembers what each environment's compilers are, so that a hit needs no worker.
 
 A fingerprint costs a second: the compiler is loaded and its files are hashed. It is kept in one JSON file of the store with
-the stamp of every file it was made of, and holds while all of those are unchanged.
+the stamp of every file it was made of, and holds while all of those are unchanged. The file has its own digest inside: a
+flipped bit would make keys of a compiler that never was.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from kserve.alias import stamp
 from kserve.build.pool import Environment, Pool
 from kserve.errors import ProtocolMismatch
+from kserve.key import canonical_json, digest_of
 from kserve.toolchain.base import Fingerprint
 
 # The files are looked at once in this time, not at every request: a compiler that is replaced is noticed this much later.
@@ -32,12 +34,9 @@ class Fingerprints:
     def __init__(self, path: Path, pool: Pool) -> None:
         self._path = path
         self._pool = pool
-        self._known: dict[str, dict[str, Any]] = {}
+        self._known = _read(path)
         self._trusted_until: dict[str, float] = {}
         self._loading: dict[str, asyncio.Task[Fingerprint]] = {}
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads(path.read_text())
-            self._known = found if isinstance(found, dict) else {}
 
     async def of(self, language: str, environment: Environment, *, look_again: bool = False) -> Fingerprint:
         """The fingerprint of that compiler as it is installed now.
@@ -99,5 +98,18 @@ class Fingerprints:
     def _save(self) -> None:
         with contextlib.suppress(OSError):  # the memory of this process serves on
             temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self._known))
+            temporary.write_text(json.dumps({"digest": _digest(self._known), "toolchains": self._known}))
             temporary.rename(self._path)
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads(path.read_bytes())
+        known: dict[str, dict[str, Any]] = found["toolchains"]
+        if _digest(known) == found["digest"]:
+            return known
+    return {}
+
+
+def _digest(known: dict[str, dict[str, Any]]) -> str:
+    return digest_of(canonical_json(known).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ from kserve import protocol
 from kserve.build.reaper import members
 from kserve.client.connection import Connection
 from kserve.errors import DaemonEnding, ForeignPeer, KserveError, StoreError
+from kserve.key import canonical_json, digest_of
 from kserve.store.files import FileStore
 from tests.support.daemon import Daemon, answers, ask, assert_sound, daemon, settings_of, variables
 from tests.support.definitions import write_cuda
@@ -443,7 +445,11 @@ def test_a_change_beside_the_compiler_disturbs_nobody(root: Path):
     with daemon(root) as found, contextlib.closing(found.connection()) as connection:
         assert "variants" in ask(connection, found.settings, "scale")
         known = root / "store" / "toolchains.json"
-        known.write_text(known.read_text().replace('"stamps": {', '"stamps": {"/": [1, 1, 1, 1], '))
+        toolchains = json.loads(known.read_text())["toolchains"]
+        for toolchain in toolchains.values():
+            toolchain["stamps"]["/"] = [1, 1, 1, 1]
+        digest = digest_of(canonical_json(toolchains).encode())
+        known.write_text(json.dumps({"digest": digest, "toolchains": toolchains}))
     with daemon(root) as found:
         with ThreadPoolExecutor(6) as pool:
             answers_ = list(pool.map(lambda size: _ask_alone(found, size), [8, 8, 8, 9, 10, 11]))
