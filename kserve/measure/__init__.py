@@ -1,0 +1,1 @@
+"""Measuring: durations with their intervals, for benchmarks, sweeps and acceptance."""
