@@ -96,6 +96,12 @@ def test_openapi_has_every_route(served: Daemon):
         ("GET", protocol.ARTIFACTS + "/{key}/payload"),
         ("GET", protocol.WHY),
         ("POST", protocol.VERIFY),
+        ("POST", protocol.PRUNE),
+        ("GET", protocol.PINS),
+        ("POST", protocol.PINS),
+        ("POST", protocol.PINS + "/remove"),
+        ("GET", protocol.QUARANTINE),
+        ("POST", protocol.QUARANTINE + "/purge"),
         ("POST", protocol.SHUTDOWN),
     }
 
