@@ -9,68 +9,36 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from kserve.alias import Alias, Stamps
 from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.lease import Lease, Leases
-from kserve.build.plan import Plan, contract_of, plan_builds
+from kserve.build.plan import Plan, contract_of
+from kserve.build.planner import KernelRequest, MissingSources, Planner
 from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Staging
 from kserve.config import Settings, environment_of_process
-from kserve.definition import KernelDef
 from kserve.errors import (
     BuildError,
     DaemonEnding,
-    InvalidDefinition,
     NotBuilt,
     StoreError,
-    UnknownKernel,
-    closest,
 )
-from kserve.kernel_toml import read_definition
 from kserve.key import canonical_json, differences, digest_of
 from kserve.lockfile import read_lock
-from kserve.outline import FILE_NAME
 from kserve.protocol import Pending, Resolved
-from kserve.store.artifacts import Artifacts, remember
+from kserve.store.artifacts import Artifacts
 from kserve.store.collect import Bounds
 from kserve.store.files import FileStore
 from kserve.store.layers import Layers
 from kserve.store.upkeep import Upkeep
-from kserve.target import parse_target
 from kserve.toolchain.base import Built
 
 logger = logging.getLogger("kserve")
 # A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
 _PLANNING_S = 0.1
-
-
-class AliasWish(NamedTuple):
-    """The digest of a client's request and the stamps of the files it read."""
-
-    request: str
-    stamps: Stamps
-
-
-class KernelRequest(NamedTuple):
-    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error."""
-
-    name: str
-    files: dict[str, str]
-    spec: dict[str, Any]
-    target: str
-    environment: Environment
-    build: bool = True
-    alias: AliasWish | None = None
-
-
-class MissingSources(NamedTuple):
-    """Digests of files the service has never seen: the client sends the bytes and asks again."""
-
-    digests: list[str]
 
 
 Answer = list[Resolved] | Pending | MissingSources
@@ -94,14 +62,11 @@ class KernelService:
         self.artifacts = Artifacts(self.upkeep, layers)
         self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
+        self.planner = Planner(self.artifacts, self.fingerprints)
         self.counters: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self._closing = False
         self._rebuilds: set[asyncio.Task[Rebuilt]] = set()
-        # What was made of the same bytes before: definitions by digest, plans by wish.
-        self._definitions: dict[str, KernelDef] = {}
-        self._plans: dict[tuple[object, ...], list[Plan]] = {}
-        self._aliases: dict[str, tuple[Alias, tuple[int, ...]]] = {}
 
     async def resolve(self, request: KernelRequest, *, client: str, wait_s: float) -> Answer:
         """All variants of one kernel: found, built, or still being built after `wait_s`.
@@ -109,9 +74,9 @@ class KernelService:
         Raises: KserveError of any kind; a failed build raises the same error for everybody who waits.
         """
         self.counters["requests"] += 1
-        if self._definition(request) is None:
-            return self._missing(request)
-        planning = asyncio.create_task(self._plan(request))
+        if self.planner.definition(request) is None:
+            return self.planner.missing(request)
+        planning = asyncio.create_task(self.planner.plan(request))
         planning.add_done_callback(lambda task: task.cancelled() or task.exception())
         began = time.monotonic()
         await asyncio.wait({planning}, timeout=max(wait_s, _PLANNING_S))
@@ -124,7 +89,7 @@ class KernelService:
         for plan in plans:
             self.leases.check(plan.key)
         hits = [self._lookup(plan, client, owed[plan.key]) for plan in plans]
-        if any(hit is None for hit in hits) and (missing := self._missing(request)).digests:
+        if any(hit is None for hit in hits) and (missing := self.planner.missing(request)).digests:
             return missing
         found = [hit or self._lease(plan, request, client) for hit, plan in zip(hits, plans, strict=True)]
         leases = [item for item in found if isinstance(item, Lease)]
@@ -138,58 +103,8 @@ class KernelService:
         answer = [
             _outcome(item, plan, client) if isinstance(item, Lease) else item for item, plan in zip(found, plans, strict=True)
         ]
-        await self._alias(request, [resolved.manifest.key for resolved in answer])
+        await self.planner.keep_alias(request, [resolved.manifest.key for resolved in answer])
         return answer
-
-    async def _alias(self, request: KernelRequest, keys: list[str]) -> None:
-        """Keep the answer for the next client, which then needs no daemon."""
-        definition = self._definition(request)
-        if request.alias is None or definition is None:
-            return
-        found = await self.fingerprints.of(definition.language, request.environment)
-        stamps = canonical_json(found.stamps).encode()
-        alias = Alias(keys, definition.language, found.version, digest_of(stamps), request.alias.stamps)
-        name, files = request.alias.request, self.artifacts.files
-        if self._aliases.get(name) != (alias, files.stamp(f"alias/{name}")):
-            await asyncio.to_thread(self.artifacts.keep_alias, name, alias, stamps)
-            remember(self._aliases, name, (alias, files.stamp(f"alias/{name}")))
-
-    async def _plan(self, request: KernelRequest) -> list[Plan]:
-        definition = self._definition(request)
-        assert definition is not None
-        entry = definition.entries.get(request.name)
-        if entry is None:
-            raise UnknownKernel(f"{FILE_NAME} defines no {request.name!r}: {closest(request.name, [*definition.entries])}")
-        target = parse_target(request.target)
-        definition.resolve_target(entry, target)  # before the toolchain is asked: the cheaper answer first
-        fingerprint = await self.fingerprints.of(definition.language, request.environment)
-        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), canonical_json(request.spec))
-        plans = self._plans.get(wish)
-        if plans is None:
-            plans = plan_builds(
-                definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files
-            )
-            remember(self._plans, wish, plans)
-        return plans
-
-    def _definition(self, request: KernelRequest) -> KernelDef | None:
-        """The request's definition; None when its bytes were never sent."""
-        digest = request.files.get(FILE_NAME)
-        if digest is None:
-            raise InvalidDefinition(f"a request for {request.name} names no {FILE_NAME}")
-        if digest not in self._definitions:
-            content = self.artifacts.get(f"source/{digest}")
-            if content is None:
-                return None
-            remember(self._definitions, digest, read_definition(content, origin=FILE_NAME))
-        return self._definitions[digest]
-
-    def _missing(self, request: KernelRequest) -> MissingSources:
-        """The files that have to be sent; those that are here are in use from now on."""
-        names = {digest: f"source/{digest}" for digest in request.files.values()}
-        for name in names.values():
-            self.artifacts.files.touch(name)
-        return MissingSources(sorted(digest for digest, name in names.items() if self.artifacts.get(name) is None))
 
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
         """What the store has. A client that was told "pending" gets the result it is `owed`, a failure too."""

@@ -14,12 +14,13 @@ from fastapi.responses import JSONResponse
 import kserve
 from kserve import protocol
 from kserve.artifact import Manifest
+from kserve.build.planner import MissingSources
 from kserve.catalog import every_entry
 from kserve.errors import CorruptArtifact, KserveError, NotBuilt, RequestError
 from kserve.key import differences
 from kserve.protocol import Pending
 from kserve.server.models import ResolveModel
-from kserve.service import Answer, KernelService, MissingSources
+from kserve.service import Answer, KernelService
 from kserve.store.verify import verify as verify_store
 
 router = APIRouter()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kserve import client, get_kernel, get_kernels, protocol
+from kserve.build.planner import KernelRequest, MissingSources
 from kserve.build.pool import Environment
 from kserve.client.connection import Connection
 from kserve.client.direct import local
@@ -33,7 +34,7 @@ from kserve.errors import (
     UnknownKernel,
     UnsupportedTarget,
 )
-from kserve.service import KernelRequest, KernelService, MissingSources
+from kserve.service import KernelService
 from kserve.store.files import FileStore
 from tests.support.daemon import assert_sound, place, variables
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda, write_triton

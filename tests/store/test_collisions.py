@@ -9,10 +9,11 @@ import logging
 import pytest
 
 from kserve.build import plan as planning
+from kserve.build.planner import KernelRequest
 from kserve.errors import BuildError
 from kserve.key import build_key
 from kserve.protocol import Resolved
-from kserve.service import KernelRequest, KernelService
+from kserve.service import KernelService
 from kserve.store import base
 from kserve.store.base import MemoryStore, Store
 from kserve.store.files import FileStore

@@ -6,9 +6,10 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Mapping
 
+from kserve.build.planner import KernelRequest
 from kserve.build.pool import Environment
 from kserve.config import load_settings
-from kserve.service import KernelRequest, KernelService
+from kserve.service import KernelService
 from kserve.store.files import FileStore
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML
 

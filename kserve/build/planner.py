@@ -1,0 +1,109 @@
+"""From a request to plans: the definition it sent, the compiler it means, and what was made of the same bytes before."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+from kserve.alias import Alias, Stamps
+from kserve.build.fingerprints import Fingerprints
+from kserve.build.plan import Plan, plan_builds
+from kserve.build.pool import Environment
+from kserve.definition import KernelDef
+from kserve.errors import InvalidDefinition, UnknownKernel, closest
+from kserve.kernel_toml import read_definition
+from kserve.key import canonical_json, digest_of
+from kserve.outline import FILE_NAME
+from kserve.store.artifacts import Artifacts, remember
+from kserve.target import parse_target
+
+
+class AliasWish(NamedTuple):
+    """The digest of a client's request and the stamps of the files it read."""
+
+    request: str
+    stamps: Stamps
+
+
+class KernelRequest(NamedTuple):
+    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error."""
+
+    name: str
+    files: dict[str, str]
+    spec: dict[str, Any]
+    target: str
+    environment: Environment
+    build: bool = True
+    alias: AliasWish | None = None
+
+
+class MissingSources(NamedTuple):
+    """Digests of files the service has never seen: the client sends the bytes and asks again."""
+
+    digests: list[str]
+
+
+class Planner:
+    """Plans requests over one store's sources."""
+
+    def __init__(self, artifacts: Artifacts, fingerprints: Fingerprints) -> None:
+        self._artifacts = artifacts
+        self._fingerprints = fingerprints
+        # Definitions by digest, plans by wish, aliases by request with the stamp of their file.
+        self._definitions: dict[str, KernelDef] = {}
+        self._plans: dict[tuple[object, ...], list[Plan]] = {}
+        self._aliases: dict[str, tuple[Alias, tuple[int, ...]]] = {}
+
+    async def plan(self, request: KernelRequest) -> list[Plan]:
+        """The builds of a request whose definition is known, declared facts first.
+
+        Raises: UnknownKernel, InvalidSpec, UnsupportedTarget, InvalidDefinition; what a toolchain says that cannot be loaded.
+        """
+        definition = self.definition(request)
+        assert definition is not None
+        entry = definition.entries.get(request.name)
+        if entry is None:
+            raise UnknownKernel(f"{FILE_NAME} defines no {request.name!r}: {closest(request.name, [*definition.entries])}")
+        target = parse_target(request.target)
+        definition.resolve_target(entry, target)  # before the toolchain is asked: the cheaper answer first
+        fingerprint = await self._fingerprints.of(definition.language, request.environment)
+        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), canonical_json(request.spec))
+        plans = self._plans.get(wish)
+        if plans is None:
+            plans = plan_builds(
+                definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files
+            )
+            remember(self._plans, wish, plans)
+        return plans
+
+    def definition(self, request: KernelRequest) -> KernelDef | None:
+        """The request's definition; None when its bytes were never sent."""
+        digest = request.files.get(FILE_NAME)
+        if digest is None:
+            raise InvalidDefinition(f"a request for {request.name} names no {FILE_NAME}")
+        if digest not in self._definitions:
+            content = self._artifacts.get(f"source/{digest}")
+            if content is None:
+                return None
+            remember(self._definitions, digest, read_definition(content, origin=FILE_NAME))
+        return self._definitions[digest]
+
+    def missing(self, request: KernelRequest) -> MissingSources:
+        """The files that have to be sent; those that are here are in use from now on."""
+        names = {digest: f"source/{digest}" for digest in request.files.values()}
+        for name in names.values():
+            self._artifacts.files.touch(name)
+        return MissingSources(sorted(digest for digest, name in names.items() if self._artifacts.get(name) is None))
+
+    async def keep_alias(self, request: KernelRequest, keys: list[str]) -> None:
+        """Keep the answer for the next client, which then needs no daemon."""
+        definition = self.definition(request)
+        if request.alias is None or definition is None:
+            return
+        found = await self._fingerprints.of(definition.language, request.environment)
+        stamps = canonical_json(found.stamps).encode()
+        alias = Alias(keys, definition.language, found.version, digest_of(stamps), request.alias.stamps)
+        name, files = request.alias.request, self._artifacts.files
+        if self._aliases.get(name) != (alias, files.stamp(f"alias/{name}")):
+            await asyncio.to_thread(self._artifacts.keep_alias, name, alias, stamps)
+            remember(self._aliases, name, (alias, files.stamp(f"alias/{name}")))
