@@ -10,25 +10,34 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from kserve.client import Kernel, get_kernel, get_kernels
+    from kserve.client.report import report, warmed
     from kserve.errors import KserveError
     from kserve.target import Target
 
 _HOMES = {
     "get_kernel": "kserve.client",
     "get_kernels": "kserve.client",
+    "report": "kserve.client.report",
+    "warmed": "kserve.client.report",
     "Kernel": "kserve.client",
     "Target": "kserve.target",
     "KserveError": "kserve.errors",
 }
-__all__ = ["Kernel", "KserveError", "Target", "__version__", "get_kernel", "get_kernels"]
+__all__ = ["Kernel", "KserveError", "Target", "__version__", "get_kernel", "get_kernels", "report", "warmed"]
+# Seconds that importing the client took, for the report.
+import_s = 0.0
 
 
 def __getattr__(name: str) -> object:
     import importlib
+    import time
 
+    global import_s  # noqa: PLW0603 - a sum over this module's life
     if name not in _HOMES:
         raise AttributeError(f"module 'kserve' has no attribute {name!r}")
+    began = time.perf_counter()
     value = getattr(importlib.import_module(_HOMES[name]), name)
+    import_s += time.perf_counter() - began
     globals()[name] = value
     return value
 

@@ -122,8 +122,8 @@ def stamp(path: str) -> list[int]:
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def holds(stamps: Mapping[str, list[int]], roots: list[str], seen: dict[str, list[int]]) -> bool:
-    """Whether every file is as it was.
+def changed_since(stamps: Mapping[str, list[int]], roots: list[str], seen: dict[str, list[int]]) -> str:
+    """The first file that is not as it was; empty when all are.
 
     Args:
         seen: stamps taken a moment ago, by path; those taken now are added.
@@ -131,11 +131,11 @@ def holds(stamps: Mapping[str, list[int]], roots: list[str], seen: dict[str, lis
     for name, stated in stamps.items():
         position, _, rest = name.partition("/")
         if not position.isdecimal() or int(position) >= len(roots):
-            return False
+            return name
         path = f"{roots[int(position)]}/{rest}" if rest else roots[int(position)]
         found = seen.get(path)
         if found is None:
             found = seen[path] = stamp(path)
         if found != stated:
-            return False
-    return True
+            return path
+    return ""

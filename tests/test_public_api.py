@@ -53,7 +53,16 @@ def test_every_public_name_resolves(name):
 
 
 def test_the_public_names_are_these():
-    assert set(kserve.__all__) == {"Kernel", "KserveError", "Target", "__version__", "get_kernel", "get_kernels"}
+    assert set(kserve.__all__) == {
+        "Kernel",
+        "KserveError",
+        "Target",
+        "__version__",
+        "get_kernel",
+        "get_kernels",
+        "report",
+        "warmed",
+    }
 
 
 def test_a_name_that_does_not_exist_is_an_attribute_error():

@@ -12,7 +12,7 @@ from typing import Any
 import kserve
 from kserve import protocol
 from kserve.catalog import every_entry
-from kserve.cli import cache, lock
+from kserve.cli import cache, lock, report
 from kserve.cli.show import assignment, fields, say, table
 from kserve.client.connection import Connection
 from kserve.client.direct import Wanted, resolve
@@ -65,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
     lock.add_command(_command(commands, "lock", lock.run, "write or check the file that says which bytes a kernel is"))
+    _command(commands, "report", report.every, "what kernels cost the processes that use this store")
+    why_cold = _command(commands, "why-cold", report.one, "where one process lost its time, kernel by kernel")
+    why_cold.add_argument("pid", type=int, help="of a process that lives and has loaded a kernel")
     cache.add_commands(_command(commands, "cache", None, "look into the store", json_flag=False), _command)
     return parser
 

@@ -10,10 +10,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kserve.alias import Alias, alias_from_bytes, holds, request_digest, stamp
+from kserve.alias import Alias, alias_from_bytes, changed_since, request_digest, stamp
 from kserve.artifact import Artifact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
+from kserve.client.report import Call, Loaded, report
 from kserve.config import Settings, built_in_roots, environment_of_process, load_settings
 from kserve.errors import CorruptArtifact, ForeignPeer, LoadError, StoreError
 from kserve.ownership import refuse_foreign
@@ -44,11 +45,18 @@ class Local:
         self.settings: Settings = load_settings()
         self.environment = environment_of_process()
         self.roots = [os.path.realpath(root) for root in (*self.settings.kernel_path, *built_in_roots())]
-        uids = frozenset({0, os.getuid(), *self.settings.trusted_uids})
-        places = (self.settings.store, *self.settings.layers)
-        self.stores = [FileStore(place, writable=False) for place in places if _is_trusted(place, uids)]
+        self.places = (self.settings.store, *self.settings.layers)
+        self._uids = frozenset({0, os.getuid(), *self.settings.trusted_uids})
+        self._stores: list[FileStore] = []
         self.lock = _lock_of(self.settings)
         self._trusted: dict[str, float] = {}
+
+    @property
+    def stores(self) -> list[FileStore]:
+        """The stores this process may trust; one that was not there at first may be by now."""
+        if len(self._stores) < len(self.places):
+            self._stores = [FileStore(place, writable=False) for place in self.places if _is_trusted(place, self._uids)]
+        return self._stores
 
     def request_digest(self, wish: Wanted) -> str:
         """The name of the wish's alias."""
@@ -151,11 +159,16 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     lock = here.lock if locked else None
     names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
     seen: dict[str, list[int]] = {}
-    found = {
-        position: _named(here, names[position]) if names else _aliased(here, wish, seen) for position, wish in enumerate(wanted)
-    }
-    origins = dict.fromkeys(found, "disk")
-    open_ones = [position for position, artifacts in found.items() if artifacts is None]
+    found: dict[int, list[Artifact]] = {}
+    why = dict.fromkeys(range(len(wanted)), "")
+    for position, wish in enumerate(wanted):
+        try:
+            found[position] = _named(here, names[position]) if names else _aliased(here, wish, seen)
+        except _Doubt as doubt:
+            why[position] = str(doubt)
+    origins = dict.fromkeys(why, "disk")
+    looked = time.monotonic()
+    open_ones = [position for position in why if position not in found]
     if open_ones:
         from kserve.client.resolve import ask
 
@@ -165,27 +178,50 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
             origins[position], found[position] = origin, artifacts
             if lock:
                 lock.check(names[position], [(one.manifest.key, one.manifest.digest) for one in artifacts])
-    return [
-        _kernel(artifacts, origin=origins[position], began=began, load=load)
-        for position, artifacts in found.items()
-        if artifacts is not None
-    ]
+    asked = time.monotonic()
+    kernels = [_kernel(found[position], origin=origins[position], began=began, load=load) for position in why]
+    lines = [_line(kernel, why[position]) for position, kernel in enumerate(kernels)]
+    report().add(Call(time.time(), looked - began, asked - looked, time.monotonic() - asked, lines), here.settings)
+    return kernels
 
 
-def _named(here: Local, locked: Locked) -> list[Artifact] | None:
-    """What the lock names, where all of it is in the store."""
-    artifacts = [here.artifact(part.key) for part in locked.artifacts]
-    found = [artifact for artifact in artifacts if artifact]
-    return found if [one.manifest.digest for one in found] == [part.digest for part in locked.artifacts] else None
+def _line(kernel: Kernel, why: str) -> Loaded:
+    manifest = kernel.manifest
+    return Loaded(kernel.name, manifest.target, kernel.key, kernel.origin, "served", why, manifest.reason)
 
 
-def _aliased(here: Local, wish: Wanted, seen: dict[str, list[int]]) -> list[Artifact] | None:
-    content = here.stores[0].get(f"alias/{here.request_digest(wish)}") if here.stores else None
+class _Doubt(Exception):
+    """Why the store's files alone do not answer a wish."""
+
+
+def _named(here: Local, locked: Locked) -> list[Artifact]:
+    """What the lock names. Raises: _Doubt where not all of it is in the store."""
+    found = [_artifact(here, part.key) for part in locked.artifacts]
+    if [one.manifest.digest for one in found] != [part.digest for part in locked.artifacts]:
+        raise _Doubt("the store has other bytes than the lock names")
+    return found
+
+
+def _aliased(here: Local, wish: Wanted, seen: dict[str, list[int]]) -> list[Artifact]:
+    """What the wish's alias names, while everything it was made of is as it was. Raises: _Doubt."""
+    if not here.stores:
+        raise _Doubt("there is no store yet that this process can trust")
+    content = here.stores[0].get(f"alias/{here.request_digest(wish)}")
     alias = None if content is None else alias_from_bytes(content)
-    if alias is None or not holds(alias.stamps, here.roots, seen) or not here.is_same_compiler(alias):
-        return None
-    artifacts = [here.artifact(key) for key in alias.keys]
-    return [artifact for artifact in artifacts if artifact] if all(artifacts) else None
+    if alias is None:
+        raise _Doubt("it is the first such request to this store")
+    if changed := changed_since(alias.stamps, here.roots, seen):
+        raise _Doubt(f"{changed} has changed")
+    if not here.is_same_compiler(alias):
+        raise _Doubt(f"the {alias.language} compiler has changed")
+    return [_artifact(here, key) for key in alias.keys]
+
+
+def _artifact(here: Local, key: str) -> Artifact:
+    found = here.artifact(key)
+    if found is None:
+        raise _Doubt(f"entry {key[:12]} is missing or damaged")
+    return found
 
 
 def _kernel(artifacts: list[Artifact], *, origin: str, began: float, load: bool) -> Kernel:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kserve import client, get_kernel
-from kserve.alias import Alias, alias_from_bytes, alias_to_bytes, holds, request_digest, survey
+from kserve.alias import Alias, alias_from_bytes, alias_to_bytes, changed_since, request_digest, survey
 from kserve.client.direct import local
 from kserve.errors import DaemonUnreachable, InvalidDefinition, InvalidSpec, ProtocolMismatch
 from kserve.server.models import KernelModel
@@ -261,9 +261,9 @@ def test_an_alias_says_when_it_was_changed():
 
 
 def test_stamps_of_roots_that_do_not_exist_do_not_hold(own_place: Path):
-    assert not holds({"1/k": []}, [str(own_place)], {})
-    assert not holds({"x": []}, [str(own_place)], {})
-    assert holds({"0/k": []}, [str(own_place)], {})
+    assert changed_since({"1/k": []}, [str(own_place)], {}) == "1/k"
+    assert changed_since({"x": []}, [str(own_place)], {}) == "x"
+    assert changed_since({"0/k": []}, [str(own_place)], {}) == ""
 
 
 @pytest.mark.parametrize(

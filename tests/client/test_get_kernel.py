@@ -527,5 +527,5 @@ def test_a_store_the_client_cannot_read_is_served_by_the_daemon(kernels: Path, m
     write_cuda(kernels / "scale")
     first = again()
     client.forget()
-    local().stores.clear()
+    local().places = ()
     assert get_kernel("scale", target=TARGET).digest == first.digest

@@ -1,0 +1,163 @@
+"""What this process's kernels cost it: seconds by part, origin and reason. Kept in a small file that `kserve why-cold` reads.
+
+The file is rewritten after each load, in the runtime directory, where that can be written. It is a help and never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import kserve
+from kserve.config import Settings
+from kserve.errors import KserveError
+from kserve.ownership import private_runtime
+
+FOLDER = "report"
+_MOST_CALLS = 200
+
+
+class Loaded(NamedTuple):
+    """One kernel of one call.
+
+    Fields:
+        why:    why the store's files alone did not do; empty for a hit on them.
+        reason: why it had to be built, where it was.
+    """
+
+    name: str
+    target: str
+    key: str
+    origin: str
+    rung: str
+    why: str
+    reason: str
+
+
+class Call(NamedTuple):
+    """One get_kernel or get_kernels that was no memo hit: seconds of each part.
+
+    Fields:
+        look_s: reading the store's files. ask_s: the daemon, builds included. load_s: the driver.
+    """
+
+    at: float
+    look_s: float
+    ask_s: float
+    load_s: float
+    kernels: list[Loaded]
+
+
+class Report:
+    """The calls of one process."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.warm = False
+        self.calls: deque[Call] = deque(maxlen=_MOST_CALLS)
+        self.seconds: Counter[str] = Counter({"import": kserve.import_s})
+        self.origins: Counter[str] = Counter()
+        self.missed_after_warm = 0
+
+    def add(self, call: Call, settings: Settings) -> None:
+        """Note a call, and rewrite the file."""
+        self.calls.append(call)
+        self.seconds.update({"look": call.look_s, "ask": call.ask_s, "load": call.load_s})
+        self.origins.update(kernel.origin for kernel in call.kernels)
+        if self.warm or settings.lock is not None:
+            self.missed_after_warm += sum(kernel.origin in ("built", "joined") for kernel in call.kernels)
+        try:
+            folder = private_runtime(settings.socket) / FOLDER
+            folder.mkdir(mode=0o700, exist_ok=True)
+            temporary = folder / f"{self.pid}.tmp"
+            temporary.write_text(json.dumps(self.to_json()))
+            temporary.replace(folder / f"{self.pid}.json")
+        except (OSError, KserveError):  # read-only, full, somebody else's: the process's own report stays
+            return
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain JSON values; `started` tells this process from a later one with the same pid."""
+        return {
+            "pid": self.pid,
+            "started": process_start(self.pid),
+            "program": Path(sys.argv[0]).name if sys.argv else "",
+            "written_at": time.time(),
+            "seconds": dict(self.seconds),
+            "origins": dict(self.origins),
+            "missed_after_warm": self.missed_after_warm,
+            "calls": [{**call._asdict(), "kernels": [kernel._asdict() for kernel in call.kernels]} for call in self.calls],
+        }
+
+    def __str__(self) -> str:
+        return shown(self.to_json())
+
+
+_report: Report | None = None
+
+
+def report() -> Report:
+    """What the kernels of this process cost it so far. A forked child has its own."""
+    global _report  # noqa: PLW0603 - one a process
+    if _report is None or _report.pid != os.getpid():
+        _report = Report()
+    return _report
+
+
+def warmed() -> None:
+    """Say that this process has loaded what it needs: a build from now on is counted as missed after warm."""
+    report().warm = True
+
+
+def process_start(pid: int) -> str:
+    """When that process began, in the kernel's clock ticks since boot; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def reports_of(settings: Settings) -> list[dict[str, Any]]:
+    """The reports of every process that lives, by pid; files of others are removed."""
+    found = []
+    folder = settings.socket.parent / FOLDER
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            plain = json.loads(path.read_text())
+            is_alive = plain["started"] == process_start(plain["pid"]) != ""
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if is_alive:
+            found.append(plain)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda plain: plain["pid"])
+
+
+def shown(plain: Mapping[str, Any]) -> str:
+    """A report as text: the sum first, then each call, its parts, and why it was not free."""
+    seconds, origins = plain["seconds"], plain["origins"]
+    lost = ", ".join(f"{part} {1e3 * value:.1f} ms" for part, value in seconds.items())
+    kernels = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items())) or "none"
+    lines = [
+        f"process {plain['pid']} {plain['program']}: {1e3 * sum(seconds.values()):.1f} ms ({lost})",
+        f"kernels: {kernels}; missed after warm: {plain['missed_after_warm']}",
+    ]
+    for call in plain["calls"]:
+        parts = ", ".join(f"{part} {1e3 * call[part + '_s']:.1f}" for part in ("look", "ask", "load"))
+        lines.append(
+            f"  {len(call['kernels'])} kernels in {1e3 * sum(call[p + '_s'] for p in ('look', 'ask', 'load')):.1f} ms ({parts})"
+        )
+        for kernel in call["kernels"]:
+            told = [f"asked because {kernel['why']}"] if kernel["why"] else []
+            told += [f"built because {kernel['reason']}"] if kernel["origin"] in ("built", "joined") else []
+            tail = ": " + "; ".join(told) if told else ""
+            lines.append(
+                f"    {kernel['name']} {kernel['target']} {kernel['key'][:12]} {kernel['origin']}, {kernel['rung']}{tail}"
+            )
+    return "\n".join(lines)
