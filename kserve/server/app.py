@@ -1,24 +1,22 @@
-"""The FastAPI application: routes, the one JSON shape of an error, the clock of the last request."""
+"""The FastAPI application: routes, and the one JSON shape of an error."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.datastructures import State
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import kserve
 from kserve.errors import KserveError, RequestError
 from kserve.server import routes, upkeep
+from kserve.server.hot import Activity
 from kserve.service import KernelService
 
 
-def create_app(service: KernelService, *, stop: Callable[[], None]) -> FastAPI:
+def create_app(service: KernelService, activity: Activity, *, stop: Callable[[], None]) -> FastAPI:
     """The application over a service.
 
     Args:
@@ -28,9 +26,7 @@ def create_app(service: KernelService, *, stop: Callable[[], None]) -> FastAPI:
     app = FastAPI(title="kserve", version=kserve.__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.stop = stop
-    app.state.started_at = time.time()
-    app.state.last_request = time.monotonic()
-    app.state.n_open = 0
+    app.state.activity = activity
     for part in (routes, upkeep):
         app.include_router(part.router)
     app.add_exception_handler(KserveError, _known_error)
@@ -38,27 +34,7 @@ def create_app(service: KernelService, *, stop: Callable[[], None]) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
 
     app.add_exception_handler(Exception, _unexpected)
-    app.add_middleware(_LastRequest, state=app.state)
     return app
-
-
-class _LastRequest:
-    """Counts the requests under way and notes when the last one went, for the idle end."""
-
-    def __init__(self, app: ASGIApp, state: State) -> None:
-        self._app = app
-        self._state = state
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the lifespan of the server is one long call
-            await self._app(scope, receive, send)
-            return
-        self._state.n_open += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._state.n_open -= 1
-            self._state.last_request = time.monotonic()
 
 
 def _answer(error: KserveError, status: int | None = None) -> JSONResponse:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -26,9 +26,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kserve.config import Settings
 from kserve.errors import ServiceError, StoreError
 from kserve.ownership import listens, private_runtime
-from kserve.server.app import create_app
+from kserve.server.hot import Activity, HotRoad
 from kserve.service import KernelService
 from kserve.store.files import FileStore
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 logger = logging.getLogger("kserve")
 _BACKLOG = 1024
@@ -110,10 +113,17 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         server.should_exit = True
         ending.append(asyncio.create_task(service.close()))  # requests that wait for a build are answered at once
 
-    app = create_app(service, stop=stop)
+    def full() -> ASGIApp:
+        from kserve.server.app import create_app
+
+        return create_app(service, activity, stop=stop)
+
+    activity = Activity()
+    app = HotRoad(service, activity, full)
     server = _Server(
         uvicorn.Config(
             app,
+            lifespan="off",
             http=type("Protocol", (PeerCheckedProtocol,), {"trusted_uids": trusted}),
             ws="none",
             log_config=None,
@@ -135,7 +145,7 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         await service.close()
 
 
-async def _watch(app: Any, service: KernelService, lock: IO[str], stop: Callable[[], None]) -> None:
+async def _watch(app: HotRoad, service: KernelService, lock: IO[str], stop: Callable[[], None]) -> None:
     """End the server when it has been idle for long enough, or its store was removed: the next one makes a new store."""
     idle_s = service.settings.idle_s
     while True:
@@ -144,12 +154,14 @@ async def _watch(app: Any, service: KernelService, lock: IO[str], stop: Callable
             logger.error("gone store=%s", service.artifacts.files.root)
             stop()
             return
-        busy = service.leases.running or app.state.n_open
-        if not busy and time.monotonic() - app.state.last_request > idle_s:
+        busy = service.leases.running or app.activity.n_open
+        if not busy and time.monotonic() - app.activity.last_request > idle_s:
             logger.info("idle seconds=%.0f", idle_s)
             stop()
             return
         await service.tend()
+        if not busy:  # the import would hold up a build or an answer
+            await app.full()
 
 
 def _listen(settings: Settings) -> socket.socket:

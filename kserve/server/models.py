@@ -1,4 +1,4 @@
-"""The shapes of `kserve/protocol.py` as FastAPI documents and checks them. The client never imports this file."""
+"""The shapes of `kserve/protocol.py` as FastAPI documents and checks them (`reading.py` checks the same without it)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from kserve.build.planner import AliasWish, KernelRequest
-from kserve.build.pool import Environment
+from kserve.server.reading import (
+    DIGEST,
+    FILE_NAME,
+    LONGEST_NAME,
+    LONGEST_TEXT,
+    LONGEST_WAIT_S,
+    MOST_FILES,
+    MOST_KERNELS,
+    MOST_STAMPS,
+)
 
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Text = Annotated[str, StringConstraints(max_length=4096)]
-# No parent folders, no absolute paths: the name becomes a path inside the staging directory.
-FileName = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*$", max_length=200)
-]
+Digest = Annotated[str, StringConstraints(pattern=DIGEST)]
+Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT)]
+FileName = Annotated[str, StringConstraints(pattern=FILE_NAME, max_length=LONGEST_NAME)]
 
 
 class _Model(BaseModel):
@@ -33,27 +38,19 @@ class AliasModel(_Model):
     """The digest of the client's request, and the stamps of the files it read: an alias is kept for the next client."""
 
     request: Digest
-    stamps: dict[Text, Annotated[list[int], Field(max_length=4)]] = Field(max_length=5000)
+    stamps: dict[Text, Annotated[list[int], Field(max_length=4)]] = Field(max_length=MOST_STAMPS)
 
 
 class KernelModel(_Model):
     """One wanted kernel: `files` names every file of its folder by digest."""
 
     name: Text
-    files: dict[FileName, Digest] = Field(max_length=1000)
+    files: dict[FileName, Digest] = Field(max_length=MOST_FILES)
     spec: dict[Text, bool | int | Text] = Field(default={}, max_length=100)
     target: Text
     environment: EnvironmentModel
     build: bool = True
     alias: AliasModel | None = None
-
-    def to_request(self, *, may_alias: bool) -> KernelRequest:
-        """The service's form of it; an alias is only taken from a client that runs as the daemon's own user."""
-        environment = Environment(
-            self.environment.python, tuple(self.environment.python_path), tuple(sorted(self.environment.loaded.items()))
-        )
-        alias = AliasWish(self.alias.request, self.alias.stamps) if self.alias and may_alias else None
-        return KernelRequest(self.name, dict(self.files), dict(self.spec), self.target, environment, self.build, alias)
 
 
 class ResolveModel(_Model):
@@ -62,8 +59,8 @@ class ResolveModel(_Model):
     protocol: int
     version: Text
     client: Text
-    wait_s: float = Field(ge=0, le=600)
-    kernels: list[KernelModel] = Field(max_length=1000)
+    wait_s: float = Field(ge=0, le=LONGEST_WAIT_S)
+    kernels: list[KernelModel] = Field(max_length=MOST_KERNELS)
 
 
 KeyPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{6,64}$")]

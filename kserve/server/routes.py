@@ -14,17 +14,15 @@ from fastapi.responses import JSONResponse
 import kserve
 from kserve import protocol
 from kserve.artifact import Manifest
-from kserve.build.planner import MissingSources
 from kserve.catalog import every_entry
-from kserve.errors import CorruptArtifact, KserveError, NotBuilt, RequestError
+from kserve.errors import CorruptArtifact, NotBuilt, RequestError
 from kserve.key import differences
-from kserve.protocol import Pending
+from kserve.server import hot
 from kserve.server.models import ResolveModel
-from kserve.service import Answer, KernelService
+from kserve.service import KernelService
 from kserve.store.verify import verify as verify_store
 
 router = APIRouter()
-_LARGEST_SOURCE_BYTES = 4 << 20
 _SHORTEST_PREFIX = 6
 
 
@@ -42,7 +40,7 @@ KeyPrefix = Annotated[str, Path(pattern=rf"^[0-9a-f]{{{_SHORTEST_PREFIX},64}}$")
 @router.get(protocol.HEALTH)
 async def health() -> dict[str, Any]:
     """Alive, and which protocol it speaks."""
-    return {"status": "ok", "protocol": protocol.PROTOCOL, "version": kserve.__version__, "pid": os.getpid()}
+    return hot.health()
 
 
 @router.get(protocol.STATUS)
@@ -52,7 +50,7 @@ async def status(request: Request, service: Service) -> dict[str, Any]:
         "version": kserve.__version__,
         "protocol": protocol.PROTOCOL,
         "pid": os.getpid(),
-        "uptime_s": time.time() - request.app.state.started_at,
+        "uptime_s": time.time() - request.app.state.activity.started_at,
         "socket": str(service.settings.socket),
         "idle_s": service.settings.idle_s if math.isfinite(service.settings.idle_s) else None,
         "jobs": service.settings.jobs,
@@ -104,44 +102,16 @@ async def kernels(service: Service) -> dict[str, Any]:
 
 
 @router.post(protocol.RESOLVE)
-async def resolve(request: Request, body: ResolveModel, service: Service) -> JSONResponse:
+async def resolve(request: Request, _: ResolveModel, service: Service) -> JSONResponse:
     """Find or build kernels. Each result has `variants`, or `pending`, `missing` (sources to upload) or `error`."""
-    protocol.check_protocol(body.protocol, version=body.version, ours=kserve.__version__)
-    ours = request.client is not None and request.client.port == os.getuid()
-    wanted = [kernel.to_request(may_alias=ours) for kernel in body.kernels]
-    answers = await asyncio.gather(
-        *(service.resolve(kernel, client=body.client, wait_s=body.wait_s) for kernel in wanted),
-        return_exceptions=True,
-    )
     # Encoded here: FastAPI would walk every manifest first, to find nothing it has to convert.
-    return JSONResponse({"results": [_result(answer) for answer in answers]})
-
-
-def _result(answer: Answer | BaseException) -> dict[str, Any]:
-    if isinstance(answer, KserveError):
-        return {"error": answer.to_wire()}
-    if isinstance(answer, BaseException):
-        raise answer
-    if isinstance(answer, MissingSources):
-        return {"missing": answer.digests}
-    if isinstance(answer, Pending):
-        return {"pending": answer._asdict()}
-    return {
-        "variants": [
-            {"manifest": found.manifest.to_json(), "origin": found.origin, "seconds": found.seconds} for found in answer
-        ]
-    }
+    return JSONResponse(await hot.resolve(service, await request.body(), uid=hot.uid_of(request.client)))
 
 
 @router.post(protocol.SOURCES)
-async def add_source(service: Service, request: Request) -> dict[str, str]:
+async def add_source(service: Service, request: Request) -> dict[str, Any]:
     """Upload one file, as the raw body."""
-    content = b""
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > _LARGEST_SOURCE_BYTES:
-            raise RequestError(f"a source is larger than {_LARGEST_SOURCE_BYTES} bytes")
-    return {"digest": await asyncio.to_thread(service.artifacts.add_source, content)}
+    return await hot.add_source(service, request.stream())
 
 
 @router.get(protocol.BUILDS)

@@ -12,7 +12,6 @@ from kserve import client, get_kernel
 from kserve.alias import Alias, alias_from_bytes, alias_to_bytes, changed_since, request_digest, survey
 from kserve.client.direct import local
 from kserve.errors import DaemonUnreachable, InvalidDefinition, InvalidSpec, ProtocolMismatch
-from kserve.server.models import KernelModel
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda
 from tests.support.processes import kserve, python, wait_for
 
@@ -239,18 +238,6 @@ def test_only_the_missing_kernels_of_a_batch_are_asked_for(folder: Path):
     found = client.get_kernels([("scale", {"size": 8}), ("scale", {"size": 16}), ("scale", {"size": 8})], target=TARGET)
     assert [kernel.origin for kernel in found] == ["disk", "built", "disk"]
     assert found[0].key == found[2].key != found[1].key
-
-
-def test_an_alias_is_taken_from_the_daemons_own_user_only():
-    body = KernelModel(
-        name="k",
-        files={},
-        target=TARGET,
-        environment={"python": "/p"},
-        alias={"request": "0" * 64, "stamps": {"0": [1, 2, 3, 4]}},
-    )
-    assert body.to_request(may_alias=True).alias is not None
-    assert body.to_request(may_alias=False).alias is None
 
 
 def test_an_alias_says_when_it_was_changed():
