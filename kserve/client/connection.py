@@ -111,6 +111,8 @@ class Connection:
             idle_s = self._settings.idle_s if self._settings.autostart else _EMBEDDED_IDLE_S
             start_daemon(self._settings, idle_s=idle_s)
             self._http = self._open_if_there()
+            if self._http is None:
+                raise DaemonEnding("the kserve daemon ended as soon as it was started", hint="call again")
         if self._http is None:
             raise self._unreachable("is not running")
         return self._http

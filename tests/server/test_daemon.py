@@ -28,7 +28,7 @@ from kserve.key import canonical_json, digest_of
 from kserve.store.files import FileStore
 from tests.support.daemon import Daemon, answers, ask, assert_sound, daemon, settings_of, variables
 from tests.support.definitions import write_cuda
-from tests.support.processes import REPOSITORY, daemon_pid, kserve, python, wait_for, workers
+from tests.support.processes import REPOSITORY, compilers_of, daemon_pid, kserve, python, wait_for, workers
 from tests.support.slow_kernel import write_slow
 
 NOBODY = 65534
@@ -181,16 +181,6 @@ def test_a_start_that_fails_says_why(root: Path):
     failed = kserve("up", "--detach")
     assert failed.returncode == 6
     assert "others can write to it" in failed.stderr
-
-
-def compilers_of(root: Path) -> list[int]:
-    """Processes that work in a staging directory of that place's store."""
-    found = []
-    for pid in workers(root):
-        with contextlib.suppress(OSError):
-            if "/job-" in str(Path(f"/proc/{pid}/cwd").readlink()):
-                found.append(pid)
-    return found
 
 
 @pytest.mark.toolchain

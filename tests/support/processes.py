@@ -80,3 +80,13 @@ def workers(root: Path) -> list[int]:
             if state not in "ZX" and str(root / "store") in where:
                 found.append(int(entry.name))
     return found
+
+
+def compilers_of(root: Path) -> list[int]:
+    """Processes that work in a staging directory of that place's store."""
+    found = []
+    for pid in workers(root):
+        with contextlib.suppress(OSError):
+            if "/job-" in str(Path(f"/proc/{pid}/cwd").readlink()):
+                found.append(pid)
+    return found

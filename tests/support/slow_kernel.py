@@ -56,10 +56,11 @@ def write_slow(folder: Path) -> Path:
 TRITON_SLOW_TOML = (
     TRITON_TOML.replace("tscale", "tslow")
     .replace(", align = 16", "")
-    .replace("[target]", 'rounds = { type = "int", min = 1, max = 200, default = 20 }\n[target]')
+    .replace("[target]", 'rounds = { type = "int", min = 1, max = 200, default = 200 }\n[target]')
+    .replace("[target]", 'tag = { type = "int", min = 0, max = 1000000, default = 0 }\n[target]')
     .replace('value = "block" },', 'value = "block" },\n  { name = "ROUNDS", type = "constexpr", value = "rounds" },')
 )
-# At 1 round half a second, at 20 one, at 100 half a minute.
+# With 1 round a third of a second, with 40 one or two, with 200 half a minute.
 TRITON_SLOW_SOURCE = (
     TRITON_SOURCE.replace("tscale", "tslow")
     .replace("BLOCK: tl.constexpr", "BLOCK: tl.constexpr, ROUNDS: tl.constexpr")
