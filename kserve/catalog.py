@@ -79,9 +79,9 @@ def kernel_folders(roots: list[Path]) -> list[Path]:
     """The kernel folders of the roots, in order: a root itself, or each folder in it that has a kernel.toml."""
     folders: dict[Path, None] = {}
     for root in dict.fromkeys(root.resolve() for root in roots):
-        if (root / FILE_NAME).is_file():
+        if os.path.isfile(root / FILE_NAME):  # noqa: PTH113 - False in a folder that may not be entered, where Path raises
             folders[root] = None
-        elif root.is_dir():
+        elif os.path.isdir(root):  # noqa: PTH112 - the same
             folders.update((child.parent, None) for child in sorted(root.glob(f"*/{FILE_NAME}")))
     return list(folders)
 
@@ -135,7 +135,7 @@ def collect_files(folder: Path, definition: Outline | KernelDef) -> dict[str, by
     ):
         for pattern in patterns:
             try:
-                matches = sorted(path for path in base.glob(pattern) if path.is_file())
+                matches = sorted(path for path in base.glob(pattern) if os.path.isfile(path))  # noqa: PTH113 - as above
             except (ValueError, IndexError, NotImplementedError, RecursionError, OSError) as error:
                 raise InvalidDefinition(f"{folder / FILE_NAME}: {pattern!r} is no pattern: {error}") from None
             if not matches:

@@ -264,7 +264,7 @@ def environment_of_process() -> dict[str, Any]:
     site = sys.modules.get("site")  # a worker has another HOME: name the user's own packages
     if site is not None and getattr(site, "ENABLE_USER_SITE", False):
         parts.append(str(getattr(site, "USER_SITE", "")))
-    python_path = [str(Path(part).resolve()) for part in parts if part and Path(part).is_dir()]
+    python_path = [str(Path(part).resolve()) for part in parts if os.path.isdir(part)]  # noqa: PTH112 - False where it is hidden
     return {
         "python": sys.executable,
         "python_path": python_path,
