@@ -116,7 +116,7 @@ def _up_detached(arguments: argparse.Namespace, settings: Settings) -> int:
 
 def _down(arguments: argparse.Namespace) -> int:
     settings = load_settings()
-    connection = Connection(settings)
+    connection = Connection(settings, any_protocol=True)
     try:
         pid = connection.call("POST", protocol.SHUTDOWN)["pid"]
     except DaemonUnreachable:

@@ -53,10 +53,14 @@ class Connection:
     """One kept-alive connection to the daemon of the settings' store.
 
     Not shared between threads or processes: the caller holds a lock and makes a new one after a fork.
+
+    Args:
+        any_protocol: talk to a daemon of any release: what ends it is the same in all of them.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, any_protocol: bool = False) -> None:
         self._settings = settings
+        self._any_protocol = any_protocol
         self._trusted = frozenset({os.getuid(), *settings.trusted_uids})
         self._http: _UnixConnection | None = None
 
@@ -147,7 +151,8 @@ class Connection:
             connection.close()
             raise DaemonEnding(f"the kserve daemon broke off: {error}") from None
         try:
-            protocol.check_protocol(health.get("protocol"), version=str(health.get("version")), ours=kserve.__version__)
+            if not self._any_protocol:
+                protocol.check_protocol(health.get("protocol"), version=str(health.get("version")), ours=kserve.__version__)
         except ProtocolMismatch:
             connection.close()
             raise

@@ -77,6 +77,10 @@ def daemon(
     arguments: tuple[str, ...] = (),
     program: tuple[str, ...] = ("-m", "kserve"),
     checkout: Path = REPOSITORY,
+    wrapper: tuple[str, ...] = (),
+    python: str = sys.executable,
+    uid: int | None = None,
+    awaited: bool = True,
     **environment: str,
 ) -> Iterator[Daemon]:
     """`kserve up` in the foreground, answering; ended with SIGTERM if the block has not ended it.
@@ -84,21 +88,28 @@ def daemon(
     Args:
         program:  what Python runs; another one must end up as `kserve` does.
         checkout: the directory that holds the package.
+        wrapper:  a command before Python, such as `unshare -Ur`.
+        uid:      the user it runs as.
+        awaited:  whether to wait until it answers this process.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("KSERVE_")}
     # A file, not a pipe: nobody reads it while the daemon runs.
     with (root / LOG).open("a") as log:
         process = subprocess.Popen(
-            [sys.executable, *program, "up", *arguments],
+            [*wrapper, python, *program, "up", *arguments],
             cwd=checkout,
             env={**clean, **variables(root, **environment)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            user=uid,
+            group=uid,
+            extra_groups=None if uid is None else [],
         )
     found = Daemon(root, settings_of(root, **environment), process)
     try:
-        wait_for(lambda: answers(found.settings) or process.poll() is not None, what="the daemon to answer")
+        if awaited:
+            wait_for(lambda: answers(found.settings) or process.poll() is not None, what="the daemon to answer")
         yield found
     finally:
         if process.poll() is None:
