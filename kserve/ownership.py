@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from kserve.errors import ForeignPeer, StoreError
@@ -46,6 +47,28 @@ def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
     return kind if kind.startswith(_NETWORK) or kind.removeprefix("fuse.").startswith(_NETWORK_FUSE) else None
 
 
+_OVERFLOW = Path("/proc/sys/kernel/overflowuid")
+_UID_MAP = Path("/proc/self/uid_map")
+_ALL_UIDS = 2**32 - 1
+
+
+def identities(uids: Iterable[int] = (), *, uid_map: Path = _UID_MAP) -> frozenset[int]:
+    """This process's user and `uids`: who may stand behind a directory or a socket.
+
+    Args:
+        uid_map: a file in the form of user_namespaces(7).
+    Raises: ForeignPeer when one of them is the id that a user namespace shows for everybody it does not map.
+    """
+    found = frozenset({os.getuid(), *uids})
+    overflow = int(_OVERFLOW.read_text())
+    if overflow in found and _ALL_UIDS not in {int(line.split()[2]) for line in uid_map.read_text().splitlines()}:
+        raise ForeignPeer(
+            f"uid {overflow} cannot be trusted here: it stands for every user that this user namespace does not map",
+            hint="map this user into the namespace, and leave that uid out of KSERVE_TRUSTED_UIDS",
+        )
+    return found
+
+
 def private_directory(path: Path) -> Path:
     """Make the directory 0700, or check that an existing one is ours and nobody else can write to it.
 
@@ -59,7 +82,7 @@ def private_directory(path: Path) -> Path:
             f"directory {path} cannot be made: {error.strerror}",
             hint="set KSERVE_STORE and KSERVE_RUNTIME_DIR to directories this user can write to",
         ) from None
-    refuse_foreign(path, found, uids=frozenset({os.getuid()}))
+    refuse_foreign(path, found, uids=identities())
     return path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import time
 from collections import Counter
@@ -58,7 +57,7 @@ class KernelService:
         bounds = Bounds(settings.max_bytes, settings.max_files)
         locked = read_lock(settings.lock).keys if settings.lock and settings.lock.is_file() else frozenset()
         self.upkeep = Upkeep(store, bounds, in_use=lambda: (*self.leases.running, *locked))
-        layers = Layers(settings.layers, uids=frozenset({os.getuid(), *settings.trusted_uids}))
+        layers = Layers(settings.layers, uids=identities(settings.trusted_uids))
         self.artifacts = Artifacts(self.upkeep, layers)
         self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)

@@ -19,7 +19,7 @@ from kserve import protocol
 from kserve.client.start import log_path, start_daemon
 from kserve.config import Settings
 from kserve.errors import DaemonEnding, DaemonUnreachable, ForeignPeer, ProtocolMismatch, ServiceError, from_wire
-from kserve.ownership import refuse_foreign
+from kserve.ownership import identities, refuse_foreign
 
 # A living daemon answers in under 10 ms, also beside four compilers; one that does not within this is hung.
 _HEALTH_TIMEOUT_S = 2.0
@@ -61,7 +61,7 @@ class Connection:
     def __init__(self, settings: Settings, *, any_protocol: bool = False) -> None:
         self._settings = settings
         self._any_protocol = any_protocol
-        self._trusted = frozenset({os.getuid(), *settings.trusted_uids})
+        self._trusted = identities(settings.trusted_uids)
         self._http: _UnixConnection | None = None
 
     @property

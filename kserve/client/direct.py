@@ -17,7 +17,7 @@ from kserve.client.loader import driver
 from kserve.client.report import Call, Loaded, report
 from kserve.config import Settings, built_in_roots, environment_of_process, load_settings
 from kserve.errors import CorruptArtifact, ForeignPeer, LoadError, StoreError
-from kserve.ownership import refuse_foreign
+from kserve.ownership import identities, refuse_foreign
 from kserve.store.files import FileStore
 from kserve.target import parse_target
 
@@ -46,7 +46,7 @@ class Local:
         self.environment = environment_of_process()
         self.roots = [os.path.realpath(root) for root in (*self.settings.kernel_path, *built_in_roots())]
         self.places = (self.settings.store, *self.settings.layers)
-        self._uids = frozenset({0, os.getuid(), *self.settings.trusted_uids})
+        self._uids = identities(self.settings.trusted_uids) | {0}
         self._stores: list[FileStore] = []
         self.lock = _lock_of(self.settings)
         self._trusted: dict[str, float] = {}

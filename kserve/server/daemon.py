@@ -25,7 +25,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kserve.config import Settings
 from kserve.errors import ServiceError, StoreError
-from kserve.ownership import listens, private_runtime
+from kserve.ownership import identities, listens, private_runtime
+from kserve.server.app import create_app
 from kserve.server.hot import Activity, HotRoad
 from kserve.service import KernelService
 from kserve.store.files import FileStore
@@ -106,7 +107,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(settings: Settings, store: FileStore, listener: socket.socket, lock: IO[str]) -> None:
     service = KernelService(settings, store)
-    trusted = frozenset({os.getuid(), *settings.trusted_uids})
+    trusted = identities(settings.trusted_uids)
     ending: list[asyncio.Task[None]] = []
 
     def stop() -> None:
@@ -114,7 +115,6 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         ending.append(asyncio.create_task(service.close()))  # requests that wait for a build are answered at once
 
     def full() -> ASGIApp:
-        from kserve.server.app import create_app
 
         return create_app(service, activity, stop=stop)
 

@@ -463,7 +463,7 @@ SPOILT: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("which", ["run", "run/kserve", "socket", "store", "store/manifest"])
+@pytest.mark.parametrize("which", ["run", "run/kserve", "socket", "store", "store/manifest", "store/tmp"])
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_directory_that_is_not_ours_alone_is_refused(root: Path, which: str, how: str):
     spoil, named = SPOILT[how]
@@ -524,6 +524,27 @@ def test_an_autostarted_daemon_holds_nothing_of_its_starter(root: Path):
     pid = daemon_pid(root)
     assert b"A_TOKEN" not in Path(f"/proc/{pid}/environ").read_bytes()
     assert stat.S_IMODE((settings_of(root).socket.parent / "daemon.log").stat().st_mode) == 0o600
+
+
+CAPTURED = """
+import os, time
+from kserve import get_kernel
+get_kernel("scale", target="sm_90")
+print(os.readlink("/proc/self/fd/1"), os.readlink("/proc/self/fd/2"), time.monotonic(), flush=True)
+"""
+
+
+@pytest.mark.toolchain
+def test_a_first_client_whose_output_is_captured_returns_at_once(root: Path):
+    """`subprocess.run(capture_output=True)` reads until nobody holds the pipe: the daemon it started does not."""
+    done = python(CAPTURED, **variables(root, KSERVE_AUTOSTART="1"))
+    ended = time.monotonic()
+    *pipes, last = done.stdout.split()
+    assert ended - float(last) < 2, "the interpreter's own end, and no more"
+    pid = daemon_pid(root)
+    held = {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    assert len(pipes) == 2
+    assert not held & set(pipes)
 
 
 @pytest.mark.toolchain
