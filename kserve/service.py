@@ -27,6 +27,7 @@ from kserve.errors import (
 )
 from kserve.key import canonical_json, differences, digest_of
 from kserve.lockfile import read_lock
+from kserve.ownership import identities
 from kserve.protocol import Pending, Resolved
 from kserve.store.artifacts import Artifacts
 from kserve.store.collect import Bounds
@@ -84,6 +85,8 @@ class KernelService:
         return await self._answer(request, planning.result(), client=client, wait_s=wait_s)
 
     async def _answer(self, request: KernelRequest, plans: list[Plan], *, client: str, wait_s: float) -> Answer:
+        if not self.artifacts.knows_reasons and any(self.artifacts.manifest(plan.key) is None for plan in plans):
+            await asyncio.to_thread(self.artifacts.learn_reasons)  # before the first build, which needs one
         owed = {key: self.leases.collect(key, client) for key in {plan.key for plan in plans}}
         for plan in plans:
             self.leases.check(plan.key)
@@ -214,10 +217,17 @@ class KernelService:
 
     async def tend(self) -> None:
         """What has to be done now and then: a disk that works again gets what memory kept, the index the counters."""
-        await asyncio.to_thread(self.artifacts.restore)
         new, self._counted = self.counters - self._counted, self.counters.copy()
-        if new:
-            await asyncio.to_thread(self.upkeep.index.count, new)
+        if not await asyncio.to_thread(self._tend, new):
+            self._counted -= new  # the index was closed: another time
+
+    def _tend(self, new: Counter[str]) -> bool:
+        try:
+            self.artifacts.restore()
+            self.upkeep.tend()
+        except (StoreError, OSError) as error:
+            logger.warning("upkeep failed error=%s", error)
+        return not new or self.upkeep.index.count(new)
 
     async def rebuild(self, *, sample: int | None = None) -> Rebuilt:
         """Build stored artifacts again with fresh workers, and compare the bytes. What comes out is not published.

@@ -104,7 +104,7 @@ class Leases:
         self._failed: dict[str, tuple[float, KserveError]] = {}
         for key, error, until in failures.failures() if failures else ():
             left_s = min(until - time.time(), failure_memory_s)  # whatever became of the clock
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 self._failed[key] = (time.monotonic() + left_s, from_wire(json.loads(error)))
 
     def join(self, key: str, client: str) -> Lease | None:
@@ -139,7 +139,7 @@ class Leases:
             manifest = await build(lease)
         except KserveError as error:
             if isinstance(error, CompileFailed | RequestError):
-                self._remember(lease.key, error)
+                await self._remember(lease.key, error)
             self._finish(lease, error)
             raise
         except asyncio.CancelledError:
@@ -151,12 +151,13 @@ class Leases:
         self._finish(lease, None)
         return manifest
 
-    def _remember(self, key: str, error: KserveError) -> None:
+    async def _remember(self, key: str, error: KserveError) -> None:
         now = time.monotonic()
         self._failed = {other: failure for other, failure in self._failed.items() if failure[0] > now}
         self._failed[key] = (now + self._failure_memory_s, error)
         if self._failures:
-            self._failures.remember_failure(key, json.dumps(error.to_wire()), for_s=self._failure_memory_s)
+            text = json.dumps(error.to_wire())
+            await asyncio.to_thread(self._failures.remember_failure, key, text, for_s=self._failure_memory_s)
 
     def _finish(self, lease: Lease, error: KserveError | None) -> None:
         lease.end(error)

@@ -21,6 +21,7 @@ from kserve.errors import (
     CorruptArtifact,
     DaemonEnding,
     KserveError,
+    NotBuilt,
     RequestError,
     ServiceError,
 )
@@ -94,7 +95,7 @@ def ask(wanted: list[Wanted], *, deadline: float) -> list[tuple[str, list[Artifa
                 answers = _ask(here, connection, wanted, deadline)
                 loaded = [[_artifact(here, connection, variant) for variant in variants] for variants in answers]
             break
-        except CorruptArtifact:  # damaged since the daemon looked: it is put aside and built again
+        except CorruptArtifact:  # damaged or evicted since the daemon looked: it is built again
             if attempt == _ATTEMPTS:
                 raise
         except DaemonEnding:  # the next daemon serves what this one was asked for
@@ -213,7 +214,10 @@ def _artifact(here: _Session, connection: Connection, variant: Resolved) -> Arti
     manifest = variant.manifest
     content = here.local.read(f"payload/{manifest.digest}")
     if content is None:
-        content = connection.call_raw("GET", f"{protocol.ARTIFACTS}/{manifest.key}/payload")
+        try:
+            content = connection.call_raw("GET", f"{protocol.ARTIFACTS}/{manifest.key}/payload")
+        except NotBuilt:
+            raise CorruptArtifact(f"{manifest.name} was evicted while it was fetched", facts={"key": manifest.key}) from None
     if digest_of(content) != manifest.digest:
         raise CorruptArtifact(f"payload of {manifest.name} arrived with another digest", facts={"key": manifest.key})
     return Artifact(manifest, content)

@@ -13,7 +13,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,8 +134,7 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     logger.info("listening socket=%s store=%s pid=%d", settings.socket, settings.store, os.getpid())
-    # A thread of its own: the end of the daemon does not wait for it.
-    threading.Thread(target=service.upkeep.start, name="upkeep", daemon=True).start()
+    service.upkeep.mend()
     watch = asyncio.create_task(_watch(app, service, lock, stop))
     try:
         await server.serve(sockets=[listener])

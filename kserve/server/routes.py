@@ -74,7 +74,7 @@ def _store_status(service: KernelService) -> dict[str, Any]:
         "n_files": usage.n_files,
         "max_bytes": upkeep.bounds.max_bytes,
         "max_files": upkeep.bounds.max_files,
-        "n_artifacts": len(artifacts.keys()),
+        "n_artifacts": usage.n_artifacts + artifacts.n_in_memory,
         "n_pinned": len(upkeep.pins()),
         "n_quarantined": artifacts.files.n_quarantined,
         "n_in_quarantine": len(artifacts.files.put_aside()),

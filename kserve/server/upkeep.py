@@ -25,19 +25,25 @@ async def prune(body: PruneModel, service: Service) -> dict[str, Any]:
 
 def _prune(service: KernelService, body: PruneModel) -> dict[str, Any]:
     upkeep = service.upkeep
-    collected = upkeep.collect()
-    found = _selected(service, body) if body.selects else []
     if body.dry_run:
-        return {"dry_run": True, "keys": found, "pinned": sorted(upkeep.pins() & set(found)), "n_unnamed": 0, "freed_bytes": 0}
-    pruned = upkeep.prune(found)
-    answer = {**pruned._asdict(), "dry_run": False}
-    answer["keys"] = [*collected.keys, *pruned.keys]
-    answer["freed_bytes"] += collected.freed_bytes
-    return answer
+        found, pins = _selected(service, body), upkeep.pins()
+        keys, pinned = [key for key in found if key not in pins], [key for key in found if key in pins]
+        return {"dry_run": True, "keys": keys, "pinned": pinned, "n_unnamed": 0, "freed_bytes": 0}
+    collected = upkeep.collect()
+    pruned = upkeep.prune(_selected(service, body))
+    return {
+        "dry_run": False,
+        "keys": [*collected.keys, *pruned.keys],
+        "pinned": pruned.pinned,
+        "n_unnamed": collected.n_unnamed + pruned.n_unnamed,
+        "freed_bytes": collected.freed_bytes + pruned.freed_bytes,
+    }
 
 
 def _selected(service: KernelService, body: PruneModel) -> list[str]:
-    """Keys that fit every condition of the request; only this store's own, never a layer's."""
+    """Keys that fit every condition of the request, none when it has none; only this store's own, never a layer's."""
+    if not body.selects:
+        return []
     own = {key: stat.st_mtime for key, stat in service.upkeep.files.stats("manifest")}
     named = {find(service, key).key for key in body.keys} if body.keys else set(own)
     used_before = time.time() - body.unused_s
@@ -80,9 +86,8 @@ async def unpin(body: KeysModel, service: Service) -> dict[str, Any]:
 @router.get(protocol.QUARANTINE)
 async def quarantine(service: Service) -> dict[str, Any]:
     """What was put aside: file name, size, when."""
-    files = await asyncio.to_thread(service.upkeep.files.put_aside)
-    found = [(path.name, path.lstat()) for path in files]
-    return {"files": [{"name": name, "size_bytes": stat.st_size, "put_aside_at": stat.st_ctime} for name, stat in found]}
+    found = await asyncio.to_thread(service.upkeep.files.put_aside)
+    return {"files": [{"name": path.name, "size_bytes": stat.st_size, "put_aside_at": stat.st_ctime} for path, stat in found]}
 
 
 @router.post(protocol.QUARANTINE + "/purge")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from heapq import nlargest
 from typing import TypeVar
 
 from kserve.alias import Alias, alias_to_bytes
@@ -35,6 +36,7 @@ class Artifacts:
         upkeep: of the writable store.
     Attributes:
         degraded: why the disk refused; empty when it works and has everything that was built.
+        reasons:  what was built and what was lost; complete once `knows_reasons`.
     """
 
     def __init__(self, upkeep: Upkeep, layers: Layers, *, degraded: str = "") -> None:
@@ -45,16 +47,25 @@ class Artifacts:
         self._memory = MemoryStore()
         self._manifests: dict[str, tuple[bytes, Manifest]] = {}
         self._sound: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._reasons: Reasons | None = None
+        self.reasons = Reasons()
+        self.knows_reasons = False
         upkeep.on_evicted(self._evicted)
 
     def get(self, name: str) -> bytes | None:
         """A record's bytes; None where it is not there, was damaged, or cannot be read now."""
-        try:
-            return self._read(name)
-        except StoreError as error:
-            self._degrade(error)
-            return self.layers.get(name)
+        return next(self._versions(name), None)
+
+    def _versions(self, name: str) -> Iterator[bytes]:
+        """The record from memory, the store and each layer that has it."""
+        for tier in (self._memory, self.files):
+            try:
+                found = tier.get(name)
+            except StoreError as error:
+                self._degrade(error)
+                continue
+            if found is not None:
+                yield found
+        yield from self.layers.versions(name)
 
     def _read(self, name: str) -> bytes | None:
         """Memory, the store, the layers. Raises: StoreError when the store cannot be read now."""
@@ -75,21 +86,28 @@ class Artifacts:
         return True
 
     def publish(self, manifest: Manifest, payloads: list[bytes]) -> None:
-        """Payloads first, manifest last: a reader never sees half an entry."""
+        """Payloads first, manifest last: a reader never sees half an entry. Once the disk refuses one, memory takes the rest."""
         records = {f"payload/{digest_of(content)}": content for content in payloads}
         records[f"manifest/{manifest.key}"] = manifest.to_bytes()
+        written: list[str] = []
+        is_refused = False
         with self.upkeep.publishing():
-            written = [name for name, content in records.items() if self.put(name, content)]
-            is_whole = len(written) == len(records)
-            self.upkeep.written(written, manifest if is_whole else None)
+            for name, content in records.items():
+                if is_refused:
+                    self._memory.put(name, content)
+                elif self.put(name, content):
+                    written.append(name)
+                else:
+                    is_refused = True
+            self.upkeep.written(written, None if is_refused else manifest)
         self.reasons.learn(manifest)
-        self.restore()
 
     def add_source(self, content: bytes) -> str:
         """Keep an uploaded file; its digest."""
-        digest = digest_of(content)
-        if self.put(f"source/{digest}", content):
-            self.upkeep.written([f"source/{digest}"])
+        name = f"source/{(digest := digest_of(content))}"
+        with self.upkeep.publishing():
+            if self.put(name, content):
+                self.upkeep.written([name])
         return digest
 
     def keep_alias(self, request: str, alias: Alias, toolchain: bytes) -> None:
@@ -105,7 +123,7 @@ class Artifacts:
 
     def restore(self) -> None:
         """Ask the disk whether it works again, and write down what memory has kept for it."""
-        if not self.degraded and not any(True for kind in KINDS for _ in self._memory.keys(kind)):
+        if not self.degraded and not self._memory:
             return
         try:
             self.files.probe()
@@ -120,7 +138,9 @@ class Artifacts:
         self.degraded = ""
 
     def _write_down(self, name: str) -> None:
-        content = self._memory.get(name) or b""
+        content = self._memory.get(name)
+        if content is None:  # dropped meanwhile
+            return
         manifest = None
         if name.startswith("manifest/"):
             with contextlib.suppress(CorruptArtifact):
@@ -132,35 +152,34 @@ class Artifacts:
 
     def manifest(self, key: str) -> Manifest | None:
         """The stored manifest; a damaged one is put aside and is a miss."""
-        content = self.get(f"manifest/{key}")
-        if content is None:
-            return None
-        known = self._manifests.get(key)
-        if known is not None and known[0] == content:
-            return known[1]
-        try:
-            manifest = manifest_from_bytes(content, key=key)
-        except CorruptArtifact as error:
-            logger.warning("quarantined key=%s error=%s", key[:12], error.message)
-            self.files.quarantine(f"manifest/{key}")
-            self.reasons.lose(key, "quarantined: manifest damaged")
-            return self._below(key)
-        remember(self._manifests, key, (content, manifest))
-        return manifest
-
-    def _below(self, key: str) -> Manifest | None:
-        """The manifest in the layers, where the store's own was damaged."""
-        content = self.layers.get(f"manifest/{key}")
-        with contextlib.suppress(CorruptArtifact):
-            return manifest_from_bytes(content or b"", key=key)
+        name = f"manifest/{key}"
+        for content in self._versions(name):
+            known = self._manifests.get(key)
+            if known is not None and known[0] == content:
+                return known[1]
+            try:
+                manifest = manifest_from_bytes(content, key=key)
+            except CorruptArtifact as error:
+                self._put_aside(name, error)
+                continue
+            remember(self._manifests, key, (content, manifest))
+            return manifest
         return None
+
+    def _put_aside(self, name: str, error: CorruptArtifact) -> None:
+        """A manifest is damaged: the store's own is moved away, a layer's is passed over."""
+        if self.files.stamp(name):
+            logger.warning("quarantined record=%s error=%s", name, error.message)
+            self.files.quarantine(name)
+            self.reasons.lose(name.partition("/")[2], "quarantined: manifest damaged")
 
     def is_sound(self, manifest: Manifest) -> bool:
         """Whether the payload is there and whole. Hashed again only when the file was touched since: who loads it hashes it.
 
         Raises: StoreError when it cannot be read now.
         """
-        stamp = self.files.stamp(f"payload/{manifest.digest}")
+        name = f"payload/{manifest.digest}"
+        stamp = self.files.stamp(name) or self.layers.stamp(name)
         if stamp and self._sound.get(manifest.key) == (manifest.digest, stamp):
             return True
         if self.payload(manifest) is None:
@@ -176,11 +195,17 @@ class Artifacts:
         """
         content = self._read(f"payload/{manifest.digest}")
         if content is None:
-            logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
-            self.reasons.lose(manifest.key, "quarantined: digest mismatch")
-            self.upkeep.drop(manifest.key)
-            self._memory.delete(f"manifest/{manifest.key}")
+            self._drop(manifest)
         return content
+
+    def _drop(self, manifest: Manifest) -> None:
+        self._memory.delete(f"manifest/{manifest.key}")
+        if not self.files.stamp(f"manifest/{manifest.key}"):  # evicted this moment, or a layer's
+            return
+        logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
+        self.reasons.lose(manifest.key, "quarantined: digest mismatch")
+        with contextlib.suppress(StoreError):  # it is a miss all the same
+            self.upkeep.drop(manifest.key)
 
     def attachment(self, manifest: Manifest, kind: str) -> str | None:
         """The text of that kind, such as `ptx` or `log`."""
@@ -197,18 +222,21 @@ class Artifacts:
         return [manifest for key in self.keys() if (manifest := self.manifest(key)) is not None]
 
     @property
-    def reasons(self) -> Reasons:
-        """What was built before, read from the store when it is first needed: its thousand entries used last."""
-        if self._reasons is None:
-            learnt = Reasons()
-            latest = sorted(self.files.stats("manifest"), key=lambda found: found[1].st_mtime)[-_MOST_LEARNT:]
-            known = [manifest for key, _ in latest if (manifest := self._below_or_here(key)) is not None]
-            for manifest in sorted(known, key=lambda manifest: manifest.created_at):
-                learnt.learn(manifest)
-            self._reasons = learnt
-        return self._reasons
+    def n_in_memory(self) -> int:
+        """Artifacts that the disk has not taken yet."""
+        return sum(1 for _ in self._memory.keys("manifest"))
 
-    def _below_or_here(self, key: str) -> Manifest | None:
+    def learn_reasons(self) -> None:
+        """Read what was built before from the store: its thousand entries used last. As long as a look at every manifest."""
+        if self.knows_reasons:
+            return
+        latest = nlargest(_MOST_LEARNT, ((found.st_mtime, key) for key, found in self.files.stats("manifest")))
+        known = [manifest for _, key in latest if (manifest := self._quietly(key)) is not None]
+        for manifest in sorted(known, key=lambda manifest: manifest.created_at):
+            self.reasons.learn(manifest)
+        self.knows_reasons = True
+
+    def _quietly(self, key: str) -> Manifest | None:
         """A manifest that is read without a word about a damaged one: its own request will say it."""
         with contextlib.suppress(CorruptArtifact, StoreError):
             return manifest_from_bytes(self.files.get(f"manifest/{key}") or b"", key=key)

@@ -43,6 +43,9 @@ class MemoryStore:
     def __init__(self) -> None:
         self._records: dict[str, bytes] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
     def get(self, name: str) -> bytes | None:
         return self._records.get(checked(name))
 

@@ -1,29 +1,31 @@
 """Keeps a store within its bounds: what nothing names goes first, then the artifacts used longest ago.
 
-The last use of an artifact is the modification time of its manifest file. Eviction never disturbs a process that has loaded
-one: it holds the bytes. A pinned artifact stays.
+The last use of an artifact is the modification time of its manifest file, or a later one that the daemon remembers. Eviction
+never disturbs a process that has loaded one: it holds the bytes. A pinned artifact stays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kserve.artifact import Manifest, manifest_from_bytes
 from kserve.errors import CorruptArtifact, StoreError
-from kserve.store.base import KINDS
+from kserve.store.base import CONTENT_ADDRESSED, KINDS, is_key
 from kserve.store.files import FileStore
-from kserve.store.index import Index, Usage
+from kserve.store.index import Index
+from kserve.store.ledger import Usage
 
 logger = logging.getLogger("kserve")
 # After a collection this share of the bound is in use: the next one is a while away.
 _LOW_MARK = 0.9
 # A record that no manifest names yet may belong to a build that is running.
 _YOUNG_S = 3600.0
+# A store whose bound is exceeded by what may not go says so this often.
+_WARNING_S = 60.0
 
 
 class Bounds(NamedTuple):
@@ -50,42 +52,55 @@ class Collector:
     def __init__(self, files: FileStore, index: Index) -> None:
         self._files = files
         self._index = index
+        self._warned = -_WARNING_S
 
-    def reconcile(self) -> None:
-        """Make the index again from the files."""
+    def reconcile(self, lock: contextlib.AbstractContextManager[object]) -> None:
+        """Make the index agree with the files, a directory at a time: whoever publishes waits for the `lock` a moment only."""
         reason, began = self._index.stale, time.monotonic()
-        sizes = {name: found.st_blocks * 512 for name, found in self._records(KINDS)}
-        references = Counter(
-            name
-            for key in self._files.keys("manifest")
-            if (manifest := self._manifest(key)) is not None
-            for name in records_of(manifest)
-        )
-        self._index.rebuild(sizes, references)
+        known = self._index.shards()
+        for kind in KINDS:  # content before the manifests that name it
+            for shard in sorted({*self._files.shards(kind), *(shard for shard in known if shard.startswith(f"{kind}/"))}):
+                with lock:
+                    self._reconcile(shard)
+        with lock:
+            self._index.agrees()
+            usage = self._index.usage() or Usage(0, 0, 0)
         logger.info(
             'index rebuilt artifacts=%d records=%d size_bytes=%d seconds=%.2f reason="%s"',
-            *(sum(name.startswith("manifest/") for name in sizes), len(sizes), sum(sizes.values())),
-            *(time.monotonic() - began, reason),
+            *(usage.n_artifacts, usage.n_files, usage.size_bytes, time.monotonic() - began, reason),
         )
 
-    def collect(self, bounds: Bounds, *, keep: Collection[str] = ()) -> Collected:
+    def _reconcile(self, shard: str) -> None:
+        kind, _, prefix = shard.partition("/")
+        found = {f"{kind}/{key}": entry.st_blocks * 512 for key, entry in self._files.stats(kind, prefix)}
+        known = {name: record.size_bytes for name, record in self._index.records(shard).items() if record.is_there}
+        if gone := known.keys() - found.keys():
+            self._index.removed(gone)
+        new = {name: size for name, size in found.items() if known.get(name) != size}
+        manifests = {name: self._manifest(name) for name in new if kind == "manifest"}
+        self._index.added(new, names={name: records_of(manifest) for name, manifest in manifests.items() if manifest})
+
+    def collect(self, bounds: Bounds, *, keep: Collection[str] = (), used: Mapping[str, float] | None = None) -> Collected:
         """Remove what is too much, if anything is.
 
         Args:
             keep: keys that stay, besides the pinned ones.
+            used: key -> seconds since 1970 of a use that the files do not show yet.
         """
         before = self._index.usage()
         if before is None or not bounds.exceeded(before):
             return Collected([], 0, 0)
         n_unnamed = self.remove_unnamed()
         spared = {*keep, *self._files.keys("pin")}
-        oldest_first = (key for _, key in self._by_last_use() if key not in spared)
+        oldest_first = (key for _, key in self._by_last_use(used or {}) if key not in spared)
         keys = self._evict_while(oldest_first, lambda usage: bounds.exceeded(usage, share=_LOW_MARK))
         after = self._index.usage() or before
         found = Collected(keys, n_unnamed, before.size_bytes - after.size_bytes)
-        logger.info("collected artifacts=%d unnamed=%d freed_bytes=%d", len(keys), n_unnamed, found.freed_bytes)
-        if bounds.exceeded(after):
-            logger.warning("bound exceeded size_bytes=%d files=%d: the rest is pinned or in use", *after)
+        if keys or n_unnamed:
+            logger.info("collected artifacts=%d unnamed=%d freed_bytes=%d", len(keys), n_unnamed, found.freed_bytes)
+        if bounds.exceeded(after) and time.monotonic() - self._warned > _WARNING_S:
+            self._warned = time.monotonic()
+            logger.warning("bound exceeded size_bytes=%d files=%d: the rest is pinned or in use", *after[:2])
         return found
 
     def _evict_while(self, keys: Iterator[str], too_much: Callable[[Usage], bool]) -> list[str]:
@@ -100,52 +115,47 @@ class Collector:
 
     def evict(self, key: str) -> bool:
         """Remove one artifact, its manifest first, and whatever no other one names. False where there was none."""
-        manifest = self._manifest(key)
-        try:
-            self._delete(f"manifest/{key}")
-        except StoreError as error:
-            logger.warning("kept key=%s error=%s", key[:12], error.message)
+        name = f"manifest/{key}"
+        was_there = bool(self._files.stamp(name))
+        if not self._delete(name):
             return False
-        for name in self._index.released(records_of(manifest)) if manifest else ():
-            if not name.startswith("source/") or self._age_s(name) > _YOUNG_S:
-                self._delete_quietly(name)
-        return manifest is not None
+        self.forget([name])
+        return was_there
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Records are gone: so is what they named and no manifest names any more, sources of this hour aside."""
+        free = self._index.removed(names)
+        if not self._index.stale:  # else a manifest that is not counted yet may name it
+            old = [name for name in free if name.startswith("payload/") or self._age_s(name) > _YOUNG_S]
+            self._index.removed([name for name in old if self._delete(name)])
 
     def remove_unnamed(self) -> int:
         """Remove records that no manifest names and that are no part of a running build; how many."""
-        n_removed = 0
-        for name, found in list(self._records(("payload", "source"))):
-            if time.time() - found.st_mtime > _YOUNG_S and not self._index.is_referenced(name):
-                n_removed += self._delete_quietly(name)
-        return n_removed
+        if self._index.stale:
+            return 0
+        known = {name for kind in CONTENT_ADDRESSED for name in self._index.unnamed(kind)}
+        gone = [name for name in known if self._age_s(name) > _YOUNG_S and self._delete(name)]
+        self._index.removed(gone)
+        return len(gone)
 
-    def _by_last_use(self) -> list[tuple[float, str]]:
-        return sorted((found.st_mtime, name.partition("/")[2]) for name, found in self._records(("manifest",)))
+    def _by_last_use(self, used: Mapping[str, float]) -> list[tuple[float, str]]:
+        return sorted((max(found.st_mtime, used.get(key, 0.0)), key) for key, found in self._files.stats("manifest"))
 
-    def _records(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, os.stat_result]]:
-        for kind in kinds:
-            for key, found in self._files.stats(kind):
-                yield f"{kind}/{key}", found
-
-    def _manifest(self, key: str) -> Manifest | None:
+    def _manifest(self, name: str) -> Manifest | None:
         try:
-            return manifest_from_bytes(self._files.get(f"manifest/{key}") or b"", key=key)
+            return manifest_from_bytes(self._files.get(name) or b"", key=name.partition("/")[2])
         except (CorruptArtifact, StoreError):
             return None
 
     def _age_s(self, name: str) -> float:
         try:
-            return time.time() - self._files.path(name).stat().st_mtime
+            return time.time() - self._files.path(name).lstat().st_mtime
         except OSError:
             return 0.0
 
-    def _delete(self, name: str) -> None:
-        self._files.delete(name)
-        self._index.removed(name)
-
-    def _delete_quietly(self, name: str) -> bool:
+    def _delete(self, name: str) -> bool:
         try:
-            self._delete(name)
+            self._files.delete(name)
         except StoreError as error:
             logger.warning("kept record=%s error=%s", name, error.message)
             return False
@@ -156,4 +166,5 @@ def records_of(manifest: Manifest) -> tuple[str, ...]:
     """The records that a manifest names: its payload, its attachments, its sources; each once."""
     payloads = {manifest.digest, *manifest.attachments.values()}
     sources = {digest for label, digest in manifest.components.items() if label.startswith("source.")}
-    return (*(f"payload/{digest}" for digest in sorted(payloads)), *(f"source/{digest}" for digest in sorted(sources)))
+    names = (*(f"payload/{digest}" for digest in sorted(payloads)), *(f"source/{digest}" for digest in sorted(sources)))
+    return tuple(name for name in names if is_key(name.partition("/")[2]))

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kserve.errors import StoreError
+from kserve.key import digest_of
 from kserve.ownership import network_file_system, private_directory
 from kserve.store.base import KINDS, check_content, checked, checked_kind, is_key, matches
 
@@ -63,20 +64,28 @@ class FileStore:
         return self.root / kind / digest[:2] / (digest + _SUFFIXES.get(kind, ""))
 
     def get(self, name: str) -> bytes | None:
+        return self._checked_read(name)[0]
+
+    def is_damaged(self, name: str) -> bool:
+        """Whether the record was damaged, and is put aside now; one that is not there was not."""
+        return self._checked_read(name)[1]
+
+    def _checked_read(self, name: str) -> tuple[bytes | None, bool]:
+        """The record's bytes, and whether what lay there was none and was put aside."""
         path = self.path(name)
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return None, False
         except IsADirectoryError:  # no record, whoever made it
             self.quarantine(name)
-            return None
+            return None, True
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from None
         if matches(name, content):
-            return content
+            return content, False
         self.quarantine(name)
-        return None
+        return None, True
 
     def put(self, name: str, content: bytes, *, durable: bool = True) -> None:
         path = self._writable_path(name)
@@ -116,20 +125,32 @@ class FileStore:
     def keys(self, kind: str, prefix: str = "") -> Iterator[str]:
         return (key for key, _ in self._entries(kind, prefix) if key.startswith(prefix))
 
-    def stats(self, kind: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Every record of that kind with what the file system says of it; one that goes meanwhile is left out."""
-        for key, entry in self._entries(kind):
+    def stats(self, kind: str, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:
+        """Every such record with what the file system says of it; one that goes meanwhile is left out.
+
+        Args:
+            prefix: the beginning of the hex part, two digits or none.
+        """
+        for key, entry in self._entries(kind, prefix):
             with contextlib.suppress(FileNotFoundError):
                 yield key, entry.stat(follow_symlinks=False)
 
     def _entries(self, kind: str, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
         suffix = _SUFFIXES.get(checked_kind(kind), "")
-        for directory in sorted((self.root / kind).glob(prefix[:2] if len(prefix) > 1 else "??")):
+        directories = [self.root / kind / prefix[:2]] if len(prefix) > 1 else self._directories(kind)
+        for directory in directories:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed since, or no part of a store
                 for entry in os.scandir(directory):
                     key = entry.name.removesuffix(suffix)
                     if entry.name == key + suffix and is_key(key) and key.startswith(directory.name):
                         yield key, entry
+
+    def _directories(self, kind: str) -> list[Path]:
+        return sorted((self.root / kind).glob("??"))
+
+    def shards(self, kind: str) -> list[str]:
+        """The directories of that kind, as `kind/<2>`."""
+        return [f"{kind}/{directory.name}" for directory in self._directories(kind)]
 
     def quarantine(self, name: str) -> None:
         """Move a damaged record out of the way; a reader without the right to leaves it."""
@@ -154,6 +175,15 @@ class FileStore:
             return ()
         return (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
 
+    def shape(self) -> str:
+        """A text that differs when a record was added or removed, or the whole store is a copy: its directories' stamps."""
+        stamps = [str(self.root.stat().st_dev)]
+        for kind in KINDS:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root / kind) as entries:
+                found = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
+                stamps += [f"{kind}/{name} {stat.st_ino} {stat.st_mtime_ns}" for name, stat in found]
+        return digest_of("\n".join(stamps).encode())
+
     def probe(self) -> None:
         """Write, sync and remove a byte. Raises: StoreError when the disk refuses."""
         path = self.root / "tmp" / f"probe.{os.urandom(4).hex()}"
@@ -170,11 +200,14 @@ class FileStore:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def put_aside(self) -> list[Path]:
-        """The files in quarantine, oldest first."""
-        with contextlib.suppress(OSError):
-            return sorted((self.root / "quarantine").iterdir(), key=lambda path: path.lstat().st_mtime)
-        return []
+    def put_aside(self) -> list[tuple[Path, os.stat_result]]:
+        """The files in quarantine with what the file system says of them, oldest first."""
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self.root / "quarantine") as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # removed since
+                    found.append((entry.stat(follow_symlinks=False), Path(entry.path)))
+        return [(path, stat) for stat, path in sorted(found, key=lambda item: item[0].st_ctime)]
 
 
 def _refuse_network(root: Path) -> None:

@@ -1,14 +1,14 @@
 """The daemon's private index over its store: sizes, references, counters, remembered failures. Only here is diskcache known.
 
 The files are the truth and this is a memory of them, so that collecting needs no look at every one: a missing or damaged index
-is made again. Text, bytes and numbers only: `SafeDisk` refuses pickle both ways and every path (CVE-2025-69872 is the default
+is made again. Text only, inside the database: `SafeDisk` refuses pickle both ways and every path (CVE-2025-69872 is the default
 mode of diskcache). The daemon is its only opener.
 
-    record/<kind>/<hex>   bytes a record takes on the disk
-    reference/<name>      how many manifests name that record
-    total/…               sums over the records
+    record/<kind>/<hex>   bytes on the disk, how many manifests name it, and what a manifest names
+    total                 sums over the records
     count/<counter>       events since the store was made
     failure/<key>         a remembered compile error, as JSON, with an expiry
+    shape                 what the store's directories looked like when the index was closed; empty while it is open
 """
 
 from __future__ import annotations
@@ -17,31 +17,45 @@ import contextlib
 import logging
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import diskcache
 
+from kserve.errors import KserveError
+from kserve.ownership import private_directory
+from kserve.store.ledger import Ledger, Record, Usage, read_record
+
 logger = logging.getLogger("kserve")
-SCHEMA = 1
+SCHEMA = "2"
 _MOST_INLINE = 1 << 30  # nothing is ever put into a file beside the database
 _MODE_RAW = 1
 _LOCK_TIMEOUT_S = 10.0
+# Room for a new database: with less the disk is full, and what is there is no worse for it.
+_PROBE_BYTES = 256 << 10
+# Without a map of the file: reading one that somebody cuts short would kill the process.
+_OPTIONS = {
+    "eviction_policy": "none",
+    "cull_limit": 0,
+    "statistics": 0,
+    "sqlite_mmap_size": 0,
+    "sqlite_cache_size": 1024,
+    "sqlite_auto_vacuum": 0,
+}
 # What a damaged database, a full disk or a foreign row may raise.
-_BROKEN = (sqlite3.Error, diskcache.Timeout, OSError, ValueError, TypeError)
+_BROKEN = (sqlite3.Error, diskcache.Timeout, OSError, ValueError, TypeError, AttributeError, LookupError)
+_PASSING = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY})
+# In SQL, for a range of keys: diskcache walks over every one of them, at 75 µs each.
+_ROWS = "SELECT key, raw, mode, filename, value FROM Cache WHERE key >= ? AND key < ? AND (value LIKE ? OR mode != 1)"
+_SHARDS = "SELECT DISTINCT substr(key, 8, instr(substr(key, 8), '/') + 2) FROM Cache WHERE key >= ? AND key < ?"
+_LAST = "\U0010ffff"  # no character of a key comes after it
 _Found = TypeVar("_Found")
 
 
-class Usage(NamedTuple):
-    """What the records take: allocated bytes, files."""
-
-    size_bytes: int
-    n_files: int
-
-
 class SafeDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
-    """Keys of text; values of text, bytes and numbers, inside the database. Anything else is refused, in and out.
+    """Keys and values of text, inside the database. Anything else is refused, in and out.
 
     Raises: TypeError or ValueError, before anything is decoded, opened or removed.
     """
@@ -57,15 +71,15 @@ class SafeDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
         return key
 
     def store(self, value: object, read: object, key: object = None) -> Any:
-        if read or type(value) not in (str, bytes, int, float):
-            raise TypeError(f"an index value is a text, bytes or a number, not {type(value).__name__}")
+        if read or type(value) is not str:
+            raise TypeError(f"an index value is a text, not {type(value).__name__}")
         self.min_file_size = _MOST_INLINE
         return super().store(value, read, key)
 
-    def fetch(self, mode: object, filename: object, value: object, read: object) -> Any:
-        if mode != _MODE_RAW or filename is not None or read:
-            raise ValueError("the index holds a value that is not a plain one")
-        return super().fetch(mode, filename, value, read)
+    def fetch(self, mode: object, filename: object, value: object, read: object) -> str:
+        if mode != _MODE_RAW or filename is not None or read or type(value) is not str:
+            raise ValueError("the index holds a value that is not a plain text")
+        return value
 
     def filename(self, *_: object) -> tuple[str, str]:
         raise ValueError("the index keeps nothing in files of its own")
@@ -77,49 +91,81 @@ class SafeDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
 class Index:
     """The index in one directory.
 
-    A fault of the disk or the database closes it: every question is then answered as by an empty index, and `reopen` makes
-    it again. Thread-safe.
+    A fault of the disk or the database closes it: every question is then answered as by an empty index, and `open` makes it
+    again. Thread-safe.
 
+    Args:
+        shape: what the store's directories look like now: a text that differs when a record came or went.
     Attributes:
-        stale: why it has to be rebuilt from the files before its numbers count; empty when it need not.
+        stale: why it has to be compared with the files before its numbers count; empty when it need not.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, shape: Callable[[], str]) -> None:
         self._directory = directory
+        self._database = directory / diskcache.core.DBNAME
+        self._shape = shape
         self._cache: diskcache.Cache | None = None
+        self._is_damaged = False
         self.stale = ""
         self.open()
 
     def open(self) -> None:
         """Open the database, or a new one in place of a damaged one."""
-        fresh = not self._directory.is_dir()
-        for last in (False, True):
+        for _ in range(2):
             try:
-                self._cache = self._opened()
-                was_clean = self._cache.get("clean") == SCHEMA
-                self.stale = "" if was_clean else "missing" if fresh else "not closed"
-                self._cache.set("clean", 0)
+                self._make_room()
+                self._cache = cache = self._opened()
+                self.stale = self._compared(cache)
+                cache.set("shape", "")
                 return
-            except _BROKEN as error:
-                self._forget()
-                if last or not _removed(self._directory):
-                    self.stale = f"unusable: {error}"
-                    logger.warning("index unusable=%s error=%s", self._directory, error)
-                    return
-                fresh = True
+            except (*_BROKEN, KserveError) as error:
+                self._fail(error)
+                self.stale = f"unusable: {error}"
+            if not self._is_damaged:
+                break
 
-    def _opened(self) -> diskcache.Cache:
-        self._directory.mkdir(mode=0o700, exist_ok=True)
+    def _make_room(self) -> None:
+        """A directory of ours that takes a new database; whatever else lies there is removed."""
+        is_plain = not self._directory.is_symlink() and all(_is_plain(path) for path in _entries(self._directory))
+        if self._is_damaged or not is_plain:
+            _remove(self._directory)
+        try:
+            private_directory(self._directory)
+        except KserveError:  # a file, or a directory of somebody else's
+            _remove(self._directory)
+            private_directory(self._directory)
         # diskcache tries for minutes on a directory that takes no writes: ask first.
         probe = self._directory / "probe"
-        probe.write_bytes(b"")
-        probe.unlink()
-        return diskcache.Cache(
-            str(self._directory), timeout=_LOCK_TIMEOUT_S, disk=SafeDisk, eviction_policy="none", cull_limit=0, statistics=0
-        )
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+        self._is_damaged = False
 
-    def _forget(self) -> None:
+    def _opened(self) -> diskcache.Cache:
+        is_new = not self._database.exists()
+        if not is_new:
+            _refuse_foreign_settings(self._database)
+        cache = diskcache.Cache(str(self._directory), timeout=_LOCK_TIMEOUT_S, disk=SafeDisk, **_OPTIONS)
+        if is_new:
+            cache.set("schema", SCHEMA)
+        elif cache.get("schema") != SCHEMA:
+            raise ValueError("the index has another schema")
+        return cache
+
+    def _compared(self, cache: diskcache.Cache) -> str:
+        """Why it may differ from the files. A power cut may bring back a database that was closed: the shape tells."""
+        shape = cache.get("shape")
+        return "missing" if shape is None else "not closed" if not shape else "" if shape == self._shape() else "files changed"
+
+    def _fail(self, error: BaseException) -> None:
+        """Close it over an error; one that a new database would not have had condemns this one."""
         cache, self._cache = self._cache, None
+        code = getattr(error, "sqlite_errorcode", None)
+        is_passing = isinstance(error, diskcache.Timeout | OSError | KserveError) if code is None else code & 0xFF in _PASSING
+        self._is_damaged = not is_passing
+        self.stale = f"broken: {error!r}"
+        logger.warning("index closed=%s error=%r", self._directory, error)
         if cache is not None:
             with contextlib.suppress(*_BROKEN):
                 cache.close()
@@ -129,141 +175,148 @@ class Index:
         return self._cache is not None
 
     def close(self) -> None:
-        """Say that everything was written down, and close."""
+        """Say which files it describes, and close."""
         if not self.stale:
-            self._do(lambda cache: cache.set("clean", SCHEMA), None)
-        self._forget()
+            self._do(lambda cache: cache.set("shape", self._shape()), otherwise=False)
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            with contextlib.suppress(*_BROKEN):
+                cache.close()
 
-    def _do(self, action: Callable[[diskcache.Cache], _Found], otherwise: _Found) -> _Found:
-        if self._cache is None:
+    def _do(self, action: Callable[[diskcache.Cache], _Found], *, otherwise: _Found) -> _Found:
+        cache = self._cache
+        if cache is None:
             return otherwise
         try:
-            return action(self._cache)
+            return action(cache)
         except _BROKEN as error:
-            self.stale = f"broken: {error}"
-            logger.warning("index closed=%s error=%s", self._directory, error)
-            self._forget()
+            if self._cache is cache:
+                self._fail(error)
             return otherwise
 
-    def added(self, sizes: Mapping[str, int], *, references: tuple[str, ...] = ()) -> None:
-        """Records were written; a manifest among them names `references`.
+    def added(self, sizes: Mapping[str, int], *, names: Mapping[str, tuple[str, ...]] | None = None) -> None:
+        """Records were written, or written again.
 
         Args:
             sizes: record name -> bytes on the disk.
+            names: for each manifest among them, what it names.
         """
 
-        def action(cache: diskcache.Cache) -> None:
+        def action(ledger: Ledger) -> None:
+            for name, size in sizes.items():
+                ledger.add(name, size, (names or {}).get(name, ()))
+
+        self._change(action, None)
+
+    def removed(self, names: Iterable[str]) -> list[str]:
+        """Records are gone; the records that one of them named and no manifest names any more."""
+
+        def action(ledger: Ledger) -> list[str]:
+            return [free for name in names for free in ledger.remove(name)]
+
+        return self._change(action, [])
+
+    def _change(self, action: Callable[[Ledger], _Found], otherwise: _Found) -> _Found:
+        """Run it over the records in one transaction."""
+
+        def changed(cache: diskcache.Cache) -> _Found:
             with cache.transact():
-                for name, size in sizes.items():
-                    before = cache.get(f"record/{name}")
-                    cache.set(f"record/{name}", size)
-                    _add(cache, size - (before or 0), n_files=int(before is None))
-                for name in references:
-                    cache.incr(f"reference/{name}")
+                ledger = Ledger(cache)
+                found = action(ledger)
+                ledger.write()
+            return found
 
-        self._do(action, None)
-
-    def removed(self, name: str) -> None:
-        """A record is gone."""
-
-        def action(cache: diskcache.Cache) -> None:
-            with cache.transact():
-                size = cache.pop(f"record/{name}")
-                if size is not None:
-                    _add(cache, -size, n_files=-1)
-
-        self._do(action, None)
-
-    def released(self, names: tuple[str, ...]) -> list[str]:
-        """A manifest that named these is gone: those that no other one names."""
-
-        def action(cache: diskcache.Cache) -> list[str]:
-            free = []
-            with cache.transact():
-                for name in names:
-                    if cache.decr(f"reference/{name}", default=1) <= 0:
-                        cache.delete(f"reference/{name}")
-                        free.append(name)
-            return free
-
-        return self._do(action, [])
-
-    def is_referenced(self, name: str) -> bool:
-        """Whether a manifest names that record; true when that cannot be told."""
-        return bool(self._do(lambda cache: cache.get(f"reference/{name}", default=0) > 0, otherwise=True))
+        return self._do(changed, otherwise=otherwise)
 
     def usage(self) -> Usage | None:
         """What the records take; None when that is not known."""
         if self.stale:
             return None
-        return self._do(lambda cache: Usage(cache.get("total/bytes", 0), cache.get("total/files", 0)), None)
+        return self._do(lambda cache: Ledger(cache).usage, otherwise=None)
 
-    def rebuild(self, sizes: Mapping[str, int], references: Mapping[str, int]) -> None:
-        """Replace everything known about the records by what a look at all files gave; counters and failures stay."""
+    def records(self, shard: str) -> dict[str, Record]:
+        """What is known of the records of `kind/<2>`."""
+        return self._do(lambda _: {name: read_record(text) for name, text in self._rows("record/", shard)}, otherwise={})
 
-        def action(cache: diskcache.Cache) -> None:
-            with cache.transact():
-                for key in [key for key in cache.iterkeys() if key.startswith(("record/", "reference/", "total/"))]:
-                    cache.delete(key)
-                for name, size in sizes.items():
-                    cache.set(f"record/{name}", size)
-                for name, count in references.items():
-                    cache.set(f"reference/{name}", count)
-                _add(cache, sum(sizes.values()), n_files=len(sizes))
+    def shards(self) -> set[str]:
+        """Every `kind/<2>` that it knows records of."""
+        return self._do(lambda _: {shard for (shard,) in self._asked(_SHARDS, "record/")}, otherwise=set())
 
-        self._do(action, None)
+    def unnamed(self, kind: str) -> list[str]:
+        """The records of that kind that no manifest names."""
+        return self._do(lambda _: [name for name, _ in self._rows("record/", f"{kind}/", ending=" 0")], otherwise=[])
+
+    def agrees(self) -> None:
+        """It was compared with the files: its numbers count."""
         if self._cache is not None:
             self.stale = ""
 
-    def count(self, counters: Mapping[str, int]) -> None:
-        """Add to the counters of this store."""
+    def count(self, counters: Mapping[str, int]) -> bool:
+        """Add to the counters of this store; whether they were kept."""
 
-        def action(cache: diskcache.Cache) -> None:
+        def action(cache: diskcache.Cache) -> bool:
             with cache.transact():
                 for name, number in counters.items():
-                    cache.incr(f"count/{name}", number)
+                    cache.set(f"count/{name}", str(int(cache.get(f"count/{name}", "0")) + number))
+            return True
 
-        self._do(action, None)
+        return self._do(action, otherwise=False)
 
     def counters(self) -> dict[str, int]:
         """Every counter since the store was made."""
-        return dict(self._rows("count/"))
+        return self._do(lambda _: {name: int(text) for name, text in self._rows("count/")}, otherwise={})
 
     def remember_failure(self, key: str, error: str, *, for_s: float) -> None:
         """Keep a compile error, as JSON text, for so long."""
-        self._do(lambda cache: cache.set(f"failure/{key}", error, expire=for_s), None)
+        self._do(lambda cache: cache.set(f"failure/{key}", error, expire=for_s), otherwise=False)
 
     def failures(self) -> list[tuple[str, str, float]]:
         """(key, error, seconds since 1970 when it expires) of every failure that is still remembered."""
 
         def action(cache: diskcache.Cache) -> list[tuple[str, str, float]]:
             cache.expire()
-            found = [(key, cache.get(key, expire_time=True)) for key in cache.iterkeys() if key.startswith("failure/")]
-            return [(key.partition("/")[2], str(error), until or 0.0) for key, (error, until) in found if error is not None]
+            found = [(key, cache.get(f"failure/{key}", expire_time=True)) for key, _ in self._rows("failure/")]
+            return [(key, error, until or 0.0) for key, (error, until) in found if error is not None]
 
-        return self._do(action, [])
+        return self._do(action, otherwise=[])
 
-    def _rows(self, prefix: str) -> Iterator[tuple[str, int]]:
-        def action(cache: diskcache.Cache) -> list[tuple[str, int]]:
-            keys = [key for key in cache.iterkeys() if key.startswith(prefix)]
-            return [(key.removeprefix(prefix), int(cache.get(key, 0))) for key in keys]
+    def _rows(self, group: str, prefix: str = "", *, ending: str = "") -> list[tuple[str, str]]:
+        """(key without its group, text) of the keys that begin so, whose texts end so."""
+        disk = SafeDisk(str(self._directory))
+        return [
+            (disk.get(key, raw).removeprefix(group), disk.fetch(mode, filename, value, read=False))
+            for key, raw, mode, filename, value in self._asked(_ROWS, group + prefix, "%" + ending)
+        ]
 
-        nothing: list[tuple[str, int]] = []
-        return iter(self._do(action, nothing))
+    def _asked(self, question: str, prefix: str, *more: str) -> list[Any]:
+        with contextlib.closing(_connected(self._database)) as connection:
+            return connection.execute(question, (prefix, prefix + _LAST, *more)).fetchall()
 
 
-def _add(cache: diskcache.Cache, size_bytes: int, *, n_files: int) -> None:
-    cache.incr("total/bytes", size_bytes)
-    cache.incr("total/files", n_files)
+def _connected(database: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True)
 
 
-def _removed(directory: Path) -> bool:
+def _refuse_foreign_settings(database: Path) -> None:
+    """Raises ValueError for a setting that diskcache does not have: it would become an attribute of the cache."""
+    with contextlib.closing(_connected(database)) as connection:
+        found = {key for (key,) in connection.execute("SELECT key FROM Settings")}
+    foreign = found - {*diskcache.core.DEFAULT_SETTINGS, *diskcache.core.METADATA}
+    if foreign:
+        raise ValueError(f"the index holds the settings {foreign}")
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def _is_plain(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def _remove(directory: Path) -> None:
     """Remove the index and nothing else: a link in its place is only unlinked."""
-    try:
-        if directory.is_symlink() or directory.is_file():
-            directory.unlink()
-        else:
-            shutil.rmtree(directory)
-    except OSError:
-        return False
-    return True
+    if directory.is_symlink() or directory.is_file():
+        directory.unlink()
+    elif directory.exists():
+        shutil.rmtree(directory)

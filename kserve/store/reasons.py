@@ -10,7 +10,7 @@ from kserve.key import differences
 
 FIRST = "first build"
 _REMEMBERED = 64
-_MOST_LOST = 2000
+_MOST_LOST = 20_000
 
 
 class Reasons:
@@ -28,8 +28,8 @@ class Reasons:
 
     def lose(self, key: str, why: str) -> None:
         """An entry is gone: the next build of its key says so."""
-        if len(self._lost) >= _MOST_LOST:
-            self._lost.clear()
+        while len(self._lost) >= _MOST_LOST:
+            self._lost.pop(next(iter(self._lost)), None)
         self._lost[key] = why
 
     def of(self, key: str, name: str, variant: str, components: Mapping[str, str]) -> str:
@@ -41,5 +41,6 @@ class Reasons:
 
     def nearest(self, key: str, name: str, variant: str, components: Mapping[str, str]) -> tuple[str, list[str]] | None:
         """The known key of that kernel and variant with the fewest differences, and what they are."""
-        others = [(other, differences(old, components)) for other, old in reversed(self._known[name, variant]) if other != key]
+        known = tuple(self._known[name, variant])  # a copy: a build that ends in another thread adds to it
+        others = [(other, differences(old, components)) for other, old in reversed(known) if other != key]
         return min(others, key=lambda found: len(found[1]), default=None)

@@ -1,15 +1,20 @@
 """What a daemon does for its store besides reading and writing: bounds, pins, eviction by hand, quarantine, the index.
 
-One lock: nobody publishes while records are removed. Every method may be called from a thread of its own.
+One lock: nobody publishes while records are removed. It may be held for seconds, so every method that takes it belongs into a
+thread of its own; those that do not say so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from kserve.artifact import Manifest
@@ -17,13 +22,19 @@ from kserve.errors import StoreError
 from kserve.store.base import KINDS
 from kserve.store.collect import Bounds, Collected, Collector, records_of
 from kserve.store.files import FileStore
-from kserve.store.index import Index, Usage
+from kserve.store.index import Index
+from kserve.store.ledger import Usage
 
 logger = logging.getLogger("kserve")
-# A recency of a minute's grain is enough to order evictions, and spares a write a hit.
+# The files show a use to the minute; between that the memory of this process does.
 _TOUCH_S = 60.0
-_MOST_TOUCHED = 10_000
+_MOST_REMEMBERED = 10_000
 _CLOSING_S = 1.0
+# An index that broke is made again after this long, and never for more than a tenth of the time.
+_MENDING_S = 2.0
+_REST = 10
+# What is put aside is for a look, not for ever.
+_MOST_ASIDE = 1000
 
 
 class Pruned(NamedTuple):
@@ -45,64 +56,113 @@ class Upkeep:
     def __init__(self, files: FileStore, bounds: Bounds, *, in_use: Callable[[], Iterable[str]]) -> None:
         self.files = files
         self.bounds = bounds
-        self.index = Index(files.root / "index")
+        self.index = Index(files.root / "index", shape=files.shape)
         self._in_use = in_use
         self._lock = threading.RLock()
         self._collector = Collector(files, self.index)
-        self._touched: dict[str, float] = {}
-        files.on_quarantine = self.index.removed
+        # key -> when it was used, in seconds since 1970; when the files were last told so, monotonic.
+        self._used: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
+        self._lost: deque[str] = deque()
+        files.on_quarantine = self._lost.append
         self._on_evicted: list[Callable[[str], None]] = []
+        self._mender: threading.Thread | None = None
+        self._mend_after = 0.0
+        self._is_closed = False
 
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Call it with the key of every artifact that is evicted."""
         self._on_evicted.append(tell)
 
-    def start(self) -> None:
-        """Make the index true, where it may not be, and the store fit its bounds."""
-        if not self.files.writable:
+    def tend(self) -> None:
+        """What has to be done now and then: mend the index, account for what was lost, keep the quarantine short.
+
+        Raises: StoreError.
+        """
+        if self._is_closed:
             return
-        with self._lock:
-            if not self.index.is_open:
-                self.index.open()
+        if (self.index.stale or not self.index.is_open) and time.monotonic() > self._mend_after:
+            self.mend()
+        if self._lost:
+            with self._lock:
+                self._settle()
+        if len(aside := self.files.put_aside()) > _MOST_ASIDE:
+            self._purge(aside[: len(aside) - _MOST_ASIDE])
+
+    def mend(self) -> None:
+        """Begin `start` in a thread of its own, unless it runs: the end of the daemon does not wait for it. Takes no lock."""
+        if self._mender is None or not self._mender.is_alive():
+            self._mender = threading.Thread(target=self.start, name="upkeep", daemon=True)
+            self._mender.start()
+
+    def start(self) -> None:
+        """Make the index agree with the files, where it may not, and the store fit its bounds."""
+        began = time.monotonic()
+        try:
+            if not self.index.is_open and not self._is_closed:
+                with self._lock:
+                    self.index.open()
             if self.index.stale and self.index.is_open:
-                self._collector.reconcile()
-        self.collect()
+                self._collector.reconcile(self._lock)
+            self.collect()
+        except OSError as error:
+            logger.warning("upkeep failed store=%s error=%s", self.files.root, error)
+        now = time.monotonic()
+        self._mend_after = now + max(_MENDING_S, _REST * (now - began))
 
     @contextlib.contextmanager
     def publishing(self) -> Iterator[None]:
         """Hold the store for one publication; it fits its bounds again before the next one begins."""
         with self._lock:
+            self._settle()
             yield
             self.collect()
 
     def written(self, names: Iterable[str], manifest: Manifest | None = None) -> None:
-        """Records reached the disk; with them the manifest that names its own."""
+        """Records reached the disk while the store was held; the manifest among them, if one is."""
         sizes = {}
         for name in names:
             with contextlib.suppress(OSError):
                 sizes[name] = self.files.path(name).stat().st_blocks * 512
-        self.index.added(sizes, references=records_of(manifest) if manifest else ())
+        self.index.added(sizes, names={f"manifest/{manifest.key}": records_of(manifest)} if manifest else {})
 
     def touch(self, key: str) -> None:
-        """An artifact was used."""
+        """An artifact was used. Takes no lock."""
         now = time.monotonic()
-        if now - self._touched.get(key, -_TOUCH_S) < _TOUCH_S:
+        self._used[key] = time.time()
+        if now - self._shown.get(key, -_TOUCH_S) < _TOUCH_S:
             return
-        if len(self._touched) >= _MOST_TOUCHED:
-            self._touched.clear()
-        self._touched[key] = now
+        if len(self._shown) >= _MOST_REMEMBERED:
+            self._shown.clear()
+            self._used.clear()
+        self._shown[key] = now
         self.files.touch(f"manifest/{key}")
+
+    def drop(self, key: str) -> None:
+        """Remove an artifact that is worth nothing. Takes no lock: what it leaves is accounted for later.
+
+        Raises: StoreError.
+        """
+        self.files.delete(f"manifest/{key}")
+        self._lost.append(f"manifest/{key}")
+
+    def _settle(self) -> None:
+        """Account for the records that were lost since, those aside that were written again."""
+        names = {self._lost.popleft() for _ in range(len(self._lost))}
+        if gone := [name for name in names if not self.files.stamp(name)]:
+            self._collector.forget(gone)
 
     def collect(self) -> Collected:
         """Evict what is over the bounds."""
         with self._lock:
-            found = self._collector.collect(self.bounds, keep=frozenset(self._in_use()))
+            found = self._collector.collect(self.bounds, keep=frozenset(self._in_use()), used=self._used)
         self._tell(found.keys)
         return found
 
     def prune(self, keys: Iterable[str]) -> Pruned:
         """Remove these artifacts, pinned ones aside, and every record that nothing names."""
         with self._lock:
+            self._settle()
             before = self.index.usage()
             pins, in_use = self.pins(), frozenset(self._in_use())
             wanted = sorted(set(keys) - in_use)
@@ -114,18 +174,13 @@ class Upkeep:
         logger.info("pruned artifacts=%d unnamed=%d freed_bytes=%d", len(gone), n_unnamed, freed)
         return Pruned(gone, [key for key in wanted if key in pins], n_unnamed, freed)
 
-    def drop(self, key: str) -> None:
-        """Remove an artifact that is worth nothing."""
-        with self._lock:
-            self._collector.evict(key)
-
     def _tell(self, keys: Iterable[str]) -> None:
         for key in keys:
             for tell in self._on_evicted:
                 tell(key)
 
     def pins(self) -> set[str]:
-        """The keys that are never evicted."""
+        """The keys that are never evicted. Takes no lock."""
         return set(self.files.keys("pin"))
 
     def pin(self, keys: Iterable[str], note: str) -> None:
@@ -140,30 +195,37 @@ class Upkeep:
         with self._lock:
             for key in keys:
                 self.files.delete(f"pin/{key}")
-                self.index.removed(f"pin/{key}")
+                self.index.removed([f"pin/{key}"])
+            self.collect()
 
     def purge_quarantine(self) -> tuple[int, int]:
-        """Remove what was put aside; files and bytes. Raises: StoreError."""
-        n_files = freed = 0
-        for path in self.files.put_aside():
+        """Remove what was put aside; files and bytes. Takes no lock. Raises: StoreError."""
+        return self._purge([*self.files.put_aside()])
+
+    @staticmethod
+    def _purge(aside: list[tuple[Path, os.stat_result]]) -> tuple[int, int]:
+        for path, _ in aside:
             try:
-                size = path.lstat().st_blocks * 512
-                path.unlink()
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
             except OSError as error:
                 raise StoreError(f"{path} cannot be removed: {error.strerror}") from None
-            n_files, freed = n_files + 1, freed + size
-        return n_files, freed
+        return len(aside), sum(found.st_blocks * 512 for _, found in aside)
 
     def usage(self) -> Usage:
-        """What the records take; counted on the spot when the index does not know."""
+        """What the records take; counted on the spot when the index does not know. Takes no lock."""
         known = self.index.usage()
         if known is not None:
             return known
-        found = [entry.st_blocks * 512 for kind in KINDS for _, entry in self.files.stats(kind)]
-        return Usage(sum(found), len(found))
+        found = {kind: [entry.st_blocks * 512 for _, entry in self.files.stats(kind)] for kind in KINDS}
+        return Usage(sum(map(sum, found.values())), sum(map(len, found.values())), len(found["manifest"]))
 
     def close(self) -> None:
         """Write the index down; one that is still being made again is left to the next daemon."""
+        self._is_closed = True
         if self._lock.acquire(timeout=_CLOSING_S):
+            self._settle()
             self.index.close()
             self._lock.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from kserve.artifact import manifest_from_bytes
+from kserve.artifact import Manifest, manifest_from_bytes
 from kserve.errors import CorruptArtifact
 from kserve.store.base import CONTENT_ADDRESSED
 from kserve.store.files import FileStore
@@ -35,21 +35,29 @@ def verify(store: FileStore, *, sample: int | None = None) -> Verified:
     for kind in CONTENT_ADDRESSED:
         for digest in _drawn(store, kind, sample):
             n_checked += 1
-            if store.get(f"{kind}/{digest}") is None:
+            if store.is_damaged(f"{kind}/{digest}"):
                 damaged.append(f"{kind}/{digest}")
     for key in _drawn(store, "manifest", sample):
         content = store.get(f"manifest/{key}")
         n_checked += 1
+        if content is None:  # evicted meanwhile
+            continue
         try:
-            manifest = manifest_from_bytes(content or b"", key=key)
+            manifest = manifest_from_bytes(content, key=key)
         except CorruptArtifact:
             store.quarantine(f"manifest/{key}")
             damaged.append(f"manifest/{key}")
             continue
-        named = (manifest.digest, *manifest.attachments.values())
-        if not all(store.path(f"payload/{digest}").is_file() for digest in named):
+        if _is_orphaned(store, manifest):
             orphaned.append(key)
     return Verified(n_checked, sorted(damaged), sorted(orphaned))
+
+
+def _is_orphaned(store: FileStore, manifest: Manifest) -> bool:
+    """Whether something it names is gone while it is there: of an evicted artifact the manifest goes first."""
+    named = (manifest.digest, *manifest.attachments.values())
+    is_whole = all(store.path(f"payload/{digest}").is_file() for digest in named)
+    return not is_whole and store.path(f"manifest/{manifest.key}").is_file()
 
 
 def _drawn(store: FileStore, kind: str, sample: int | None) -> list[str]:

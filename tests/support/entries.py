@@ -1,0 +1,66 @@
+"""Artifacts without a compiler: a valid baseline and what a case changes in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kserve.artifact import Contract, Manifest
+from kserve.key import digest_of
+from kserve.store.files import FileStore
+
+
+def key_of(number: int) -> str:
+    return digest_of(b"key %d" % number)
+
+
+def payload_of(number: int, size: int = 100) -> bytes:
+    return (b"payload %d " % number * size)[:size]
+
+
+def manifest_of(
+    number: int, payload: bytes, *, attached: tuple[bytes, ...] = (), sources: tuple[bytes, ...] = (), name: str = "scale"
+) -> Manifest:
+    """The manifest of entry `number`: what its payload, attachments and sources are, the rest as anywhere."""
+    return Manifest(
+        key=key_of(number),
+        digest=digest_of(payload),
+        size_bytes=len(payload),
+        name=name,
+        language="cuda",
+        target="cuda:sm_90",
+        spec={"size": number},
+        variant="declared",
+        contract=Contract(name, "cubin", (), {}, ("1",), ("128",)),
+        resources={"registers": 8},
+        components={f"source.{i}.cu": digest_of(content) for i, content in enumerate(sources)},
+        attachments={f"text{i}": digest_of(content) for i, content in enumerate(attached)},
+        closed_world=False,
+        seconds=0.1,
+        created_at=1.0 + number,
+    )
+
+
+def put_entry(store: FileStore, number: int, payload: bytes | None = None, **parts: tuple[bytes, ...]) -> Manifest:
+    """Write an entry as a publication does, past the index: payload, attachments, sources, then the manifest."""
+    content = payload_of(number) if payload is None else payload
+    manifest = manifest_of(number, content, **parts)
+    for part in (content, *parts.get("attached", ())):
+        store.put(f"payload/{digest_of(part)}", part)
+    for part in parts.get("sources", ()):
+        store.put(f"source/{digest_of(part)}", part)
+    store.put(f"manifest/{manifest.key}", manifest.to_bytes())
+    return manifest
+
+
+def write_fast(root: Path, kind: str, key: str, content: bytes) -> None:
+    """A record without a sync: for stores of many thousands."""
+    suffix = ".json" if kind == "manifest" else ""
+    path = root / kind / key[:2] / (key + suffix)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_bytes(content)
+
+
+def looked_up(root: Path) -> tuple[int, int, int]:
+    """Bytes, files and artifacts of a store, by a look at its files."""
+    found = [path for kind in ("payload", "source", "manifest", "pin") for path in (root / kind).glob("??/*")]
+    return sum(path.lstat().st_blocks * 512 for path in found), len(found), len([*(root / "manifest").glob("??/*")])
