@@ -35,6 +35,7 @@ _SYSTEM = {
     "/dev/urandom": _READ_FILE,
     "/etc/ld.so.cache": _READ_FILE,
 }
+_RULE = "=Qi"  # struct landlock_path_beneath_attr: rights, descriptor
 _PACKAGES = ("site-packages", "dist-packages")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.argtypes = (ctypes.c_long, *[ctypes.c_void_p] * 4)  # a pointer or a number of its size
@@ -42,7 +43,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class World:
-    """What all jobs of this process may read, opened once: a job takes it in under a millisecond.
+    """What all jobs of this process may read, opened once, so that a job pays for the rules alone.
 
     Args:
         roots:   files and folders of the compiler.
@@ -51,9 +52,21 @@ class World:
 
     def __init__(self, roots: Iterable[Path], *, version: int | None = None) -> None:
         self._version = landlock_version() if version is None else version
-        rights = {**dict.fromkeys(_readable(roots), _READ), **_SYSTEM}
-        rules = (self._rule(path, right) for path, right in rights.items()) if self._version >= _OLDEST else ()
-        self._rules = [rule for rule in rules if rule]
+        self._rules: list[bytes] = []
+        self._missing: OSError | None = None
+        try:
+            self._open({**dict.fromkeys(_readable(roots), _READ), **_SYSTEM})
+        except OSError as error:
+            self._missing = error
+            for rule in self._rules:
+                os.close(struct.unpack(_RULE, rule)[1])
+
+    def _open(self, rights: dict[str, int]) -> None:
+        if self._version < _OLDEST:
+            raise OSError(errno.ENOSYS, f"version {_OLDEST} is needed, the kernel has {self._version or 'none'}")
+        for path, right in rights.items():
+            if rule := self._rule(path, right):
+                self._rules.append(rule)
 
     def enter(self, own: Path) -> bool:
         """Restrict this process and what it starts, for life: read and run what lies in the world, read and write in `own`.
@@ -70,8 +83,8 @@ class World:
         return True
 
     def _restrict(self, own: Path) -> None:
-        if self._version < _OLDEST:
-            raise OSError(errno.ENOSYS, f"version {_OLDEST} or newer is needed, the kernel has {self._version or 'none'}")
+        if self._missing is not None:
+            raise self._missing
         attributes = struct.pack("=3Q", self._handled, _BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)
         # A kernel refuses fields it does not know.
         size = 24 if self._version >= 6 else 16 if self._version >= 4 else 8
@@ -98,7 +111,7 @@ class World:
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return b""
         known = self._handled if stat.S_ISDIR(os.fstat(place).st_mode) else self._handled & _OF_FILES
-        return struct.pack("=Qi", right & known, place)
+        return struct.pack(_RULE, right & known, place)
 
 
 def landlock_version() -> int:

@@ -301,3 +301,20 @@ def test_a_compiler_made_of_links_in_a_folder_of_the_users(own_place: Path):
             assert str(own_place / "packages" / "triton" / "__init__.py") in found.log()
 
     asyncio.run(body())
+
+
+def test_a_world_that_cannot_be_prepared_is_open(own_place: Path):
+    """Out of descriptors: builds go on, and say so."""
+    code = """
+import resource, sys
+from pathlib import Path
+from kserve.build.sandbox import World
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+world = World([])
+Path(sys.executable).open().close()  # what it had opened is closed again
+print(world.enter(Path(sys.argv[1])))
+"""
+    assert python(code, str(own_place)).stdout.splitlines() == [
+        "this build's world is open: Landlock: Too many open files",
+        "False",
+    ]
