@@ -99,7 +99,7 @@ class KernelService:
         if tasks:
             await asyncio.wait(tasks, timeout=wait_s)
         if not all(task.done() for task in tasks):
-            for lease in leases:
+            for lease in (*leases, *filter(None, owed.values())):  # a result that was collected is not told yet
                 lease.owed.add(client)
             return Pending(leases[0].id, leases[0].elapsed_s, self.leases.n_ahead(leases[0]))
         answer = [

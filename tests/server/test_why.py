@@ -11,8 +11,9 @@ import pytest
 from kserve import client, get_kernel, protocol
 from kserve.client.connection import Connection, log_path
 from kserve.config import load_settings
+from tests.support.daemon import ask, daemon, place
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda
-from tests.support.processes import kserve
+from tests.support.processes import kserve, wait_for
 
 pytestmark = pytest.mark.toolchain
 TOML = CUDA_TOML.replace("headers = []", 'headers = ["scan.cuh"]')
@@ -61,3 +62,16 @@ def test_a_damaged_entry_is_built_again_for_that_reason(kernels: Path):
     client.forget()
     assert get_kernel("scale", target="sm_90").digest == digest
     assert "quarantined: digest mismatch" in last_reasons()
+
+
+def test_who_polls_hears_that_all_of_it_was_built():
+    """With one job at a time the first variant is done while the second one waits: its origin must not become `disk`."""
+    with place() as root:
+        write_cuda(root / "kernels" / "scale")
+        with daemon(root, KSERVE_JOBS="1") as found, contextlib.closing(found.connection()) as connection:
+            answer = wait_for(lambda: settled(ask(connection, found.settings, "scale", wait_s=0.0)), what="the build")
+    assert [variant["origin"] for variant in answer["variants"]] == ["built", "built"]
+
+
+def settled(answer: dict) -> dict | None:
+    return answer if "variants" in answer else None

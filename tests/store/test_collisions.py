@@ -33,7 +33,7 @@ def short_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 async def colliding(held: KernelService) -> list[KernelRequest]:
     """Two requests for different builds whose keys are equal: among 17 sizes there are two."""
     requests = [wanted(held, FILES, size=size) for size in range(1, 18)]
-    keys = {request.spec["size"]: (await held._plan(request))[0].key for request in requests}
+    keys = {request.spec["size"]: (await held.planner.plan(request))[0].key for request in requests}
     return next([a, b] for a, b in itertools.combinations(requests, 2) if keys[a.spec["size"]] == keys[b.spec["size"]])
 
 
@@ -41,7 +41,7 @@ async def ask(held: KernelService, request: KernelRequest) -> Resolved:
     """The one variant of that request, which is the one that was asked for."""
     (found,) = await held.resolve(request, client="test", wait_s=60)
     assert found.manifest.spec == request.spec
-    assert found.manifest.components == (await held._plan(request))[0].components
+    assert found.manifest.components == (await held.planner.plan(request))[0].components
     assert held.artifacts.payload(found.manifest) is not None
     return found
 
@@ -88,7 +88,7 @@ def test_the_two_variants_of_a_kernel_may_collide(monkeypatch: pytest.MonkeyPatc
     async def body() -> None:
         async with service() as held:
             request = wanted(held, size=8)
-            plans = await held._plan(request)
+            plans = await held.planner.plan(request)
             with pytest.raises(BuildError):
                 await held.resolve(request, client="test", wait_s=60)
             found = await held.resolve(request, client="test", wait_s=60)
