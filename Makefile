@@ -35,7 +35,7 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/path.py
+	$(BIN)/python benchmarks/coldstart.py
 
 size:
 	@git ls-files 'kserve/*.py' | xargs wc -l | sort -n

@@ -27,7 +27,6 @@ from typing import NamedTuple
 ERROR = 0.05
 _MEDIAN_FACTOR = math.sqrt(math.pi / 2)
 _LOOK_GROWTH = 1.5
-
 Arm = Callable[[], float]
 
 
