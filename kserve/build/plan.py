@@ -76,7 +76,7 @@ def plan_builds(
         components = _components(entry, job, spec=full, fingerprint=fingerprint, sources=sources)
         key = build_key(components)
         plans.append(Plan(key, components, entry.name, exact, full, variant, job, entry, sources))
-    return plans[:1] if plans[0].key == plans[-1].key else plans  # facts that always hold are none
+    return plans[:1] if plans[0].components == plans[-1].components else plans  # facts that always hold are none
 
 
 def _components(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: Mapping[str, str]) -> dict[str, str]:
