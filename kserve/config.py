@@ -44,6 +44,7 @@ class Settings(NamedTuple):
     kernel_path: tuple[Path, ...] = ()
     autostart: bool = True
     no_build: bool = False
+    prewarm: bool = True
     jobs: int = 1
     idle_s: float = 600.0
     build_timeout_s: float = 600.0
@@ -136,6 +137,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "kernel_path": ("KSERVE_PATH", _paths, "directories, separated by colons"),
     "autostart": ("KSERVE_AUTOSTART", _flag, "0 or 1"),
     "no_build": ("KSERVE_NO_BUILD", _flag, "0 or 1"),
+    "prewarm": ("KSERVE_PREWARM", _flag, "0 or 1"),
     "jobs": ("KSERVE_JOBS", _count, "a whole number from 1"),
     "idle_s": ("KSERVE_IDLE_S", _positive, "seconds above 0"),
     "build_timeout_s": ("KSERVE_BUILD_TIMEOUT_S", _positive, "seconds above 0"),

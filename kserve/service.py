@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -22,6 +23,7 @@ from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildError,
     DaemonEnding,
+    KserveError,
     NotBuilt,
     StoreError,
 )
@@ -214,6 +216,14 @@ class KernelService:
     def lifetime(self) -> dict[str, int]:
         """The counters since the store was made."""
         return dict(Counter(self.upkeep.index.counters()) + (self.counters - self._counted))
+
+    async def prewarm(self) -> None:
+        """Load the compilers that this store's kernels were last built with, before one is needed: Triton takes 2 s."""
+        if not self.settings.prewarm:
+            return
+        for language, environment in self.fingerprints.last_used():
+            with contextlib.suppress(KserveError):  # whoever needs it is told
+                await self.pool.worker(language, environment)
 
     async def tend(self) -> None:
         """What has to be done now and then: a disk that works again gets what memory kept, the index the counters."""

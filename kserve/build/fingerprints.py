@@ -67,6 +67,16 @@ class Fingerprints:
                     places.append(Environment(python, tuple(python_path)))
         return places
 
+    def last_used(self) -> list[tuple[str, Environment]]:
+        """The environment in which each language was last loaded, while its compiler is the same."""
+        found: dict[str, Environment] = {}
+        for place in self._known:
+            with contextlib.suppress(TypeError, ValueError):
+                language, python, python_path = json.loads(place)
+                if self._remembered(place) is not None:
+                    found[language] = Environment(python, tuple(python_path))
+        return list(found.items())
+
     async def _loaded(self, place: str, language: str, environment: Environment) -> Fingerprint:
         """One load a place, however many ask: a second one would retire the worker of the first."""
         task = self._loading.get(place)
@@ -80,6 +90,7 @@ class Fingerprints:
             self._pool.retire(language, environment)
         worker = await self._pool.worker(language, environment)
         found = worker.fingerprint.result()
+        self._known.pop(place, None)  # the last one loaded stands last
         self._known[place] = found._asdict()
         self._trusted_until[place] = time.monotonic() + _TRUSTED_S
         self._save()

@@ -17,10 +17,11 @@ from kserve.cli.show import assignment, fields, say, table
 from kserve.client.connection import Connection
 from kserve.client.direct import Wanted, resolve
 from kserve.client.launch import Kernel
-from kserve.client.start import fork_orphan, log_path, start_daemon
+from kserve.client.start import log_path, start_daemon
 from kserve.config import Settings, load_settings
 from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError, ToolchainMissing
 from kserve.kernel_schema import kernel_schema
+from kserve.server import boot
 
 _DOWN_TIMEOUT_S = 10.0
 
@@ -50,7 +51,6 @@ def _parser() -> argparse.ArgumentParser:
 
     up = _command(commands, "up", _up, "run the daemon (in the foreground)")
     up.add_argument("--detach", action="store_true", help="run it in the background and return when it answers")
-    up.add_argument("--orphan", action="store_true", help=argparse.SUPPRESS)
     up.add_argument("--idle", type=float, metavar="SECONDS", help="end after this long without a request; 0 for never")
 
     _command(commands, "down", _down, "end the daemon, running builds included")
@@ -87,17 +87,7 @@ def _up(arguments: argparse.Namespace) -> int:
     settings = load_settings({"idle_s": idle_s})
     if arguments.detach:
         return _up_detached(arguments, settings)
-    if arguments.orphan:
-        status = fork_orphan(settings)
-        if status is not None:
-            return status
-    try:
-        from kserve.server import daemon
-    except ImportError as error:
-        raise ToolchainMissing(
-            f"the daemon needs a package that is not installed: {error.name}", hint="pip install 'kserve-jit[daemon]'"
-        ) from None
-    daemon.run(settings)
+    boot.run(settings)
     return 0
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,20 @@ from kserve.config import Settings
 from kserve.errors import DaemonEnding, DaemonUnreachable, ForeignPeer, ProtocolMismatch, ServiceError, from_wire
 from kserve.ownership import identities, refuse_foreign
 
-# A living daemon answers in under 10 ms, also beside four compilers; one that does not within this is hung.
-_HEALTH_TIMEOUT_S = 2.0
+# A living daemon answers in under 10 ms, also beside four compilers. One that does not within this is hung if it is not even
+# trying: on a starved machine it would be running, or waiting for the disk.
+_QUIET_S = 0.15
+_HEALTH_TIMEOUT_S = 5.0
 _SLACK_S = 30.0
+# An answer that needs no wait for a build may wait for a compiler to be looked at, or for another writer.
+_SLOWEST_S = 2.0
+_LOOKS = 3
+# After a daemon was found hung, this process does not wait for it again for so long.
+_SHUNNED_S = 5.0
 # A client without autostart builds in a child that serves until it was idle for this long.
 _EMBEDDED_IDLE_S = 2.0
 _PEER_FORMAT = "3i"  # struct ucred: pid, uid, gid
+_shunned: dict[Path, float] = {}
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -40,13 +50,42 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
         size = struct.calcsize(_PEER_FORMAT)
-        pid, uid, _ = struct.unpack(_PEER_FORMAT, self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        self.pid, uid, _ = struct.unpack(_PEER_FORMAT, self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         if uid not in self._trusted:
             self.close()
             raise ForeignPeer(
-                f"socket {self._path} is served by uid {uid} (pid {pid}), which this process does not trust",
+                f"socket {self._path} is served by uid {uid} (pid {self.pid}), which this process does not trust",
                 hint="name it in KSERVE_TRUSTED_UIDS if it should be",
             )
+
+    def await_answer(self, quiet_s: float, most_s: float) -> None:
+        """Wait until the daemon has something to say.
+
+        Args:
+            quiet_s: after this long it is asked whether it is trying at all.
+        Raises: TimeoutError when it is not, or after `most_s`.
+        """
+        until = time.monotonic() + most_s
+        poller = select.poll()
+        poller.register(self.sock, select.POLLIN)
+        while not poller.poll(quiet_s * 1000):
+            if time.monotonic() > until or not _is_trying(self.pid):
+                raise TimeoutError
+            quiet_s = _QUIET_S
+
+
+def _is_trying(pid: int) -> bool:
+    """Whether a thread of the process runs, wants to, or waits for the disk; true when it lives in another pid namespace."""
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(0.01)
+        try:
+            stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        except OSError:  # it ends this instant: the connection will say so
+            return True
+        if any(stat.rpartition(")")[2].split()[0] in "RD" for stat in stats):
+            return True
+    return False
 
 
 class Connection:
@@ -92,11 +131,12 @@ class Connection:
                 assert connection.sock is not None
                 connection.sock.settimeout(wait_s + _SLACK_S)
                 connection.request(method, path, body=payload, headers={"Content-Type": "application/json"})
+                connection.await_answer(wait_s + _SLOWEST_S, wait_s + _SLACK_S)
                 answer = connection.getresponse()
                 content = answer.read()
             except TimeoutError:
                 self.close()
-                raise self._unreachable(f"did not answer {method} {path} in {wait_s + _SLACK_S:.0f} s") from None
+                raise self._hung(f"hangs: no answer to {method} {path}") from None
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 # A kept connection to a daemon that has ended since is no news: every request may be repeated.
@@ -122,6 +162,8 @@ class Connection:
         return self._http
 
     def _open_if_there(self) -> _UnixConnection | None:
+        if time.monotonic() < _shunned.get(self._settings.socket, 0.0):
+            raise self._unreachable("hung a moment ago")
         try:
             return self._open()
         except (FileNotFoundError, ConnectionRefusedError):
@@ -140,10 +182,11 @@ class Connection:
         try:
             connection.connect()
             connection.request("GET", protocol.HEALTH)
+            connection.await_answer(_QUIET_S, _HEALTH_TIMEOUT_S)
             health = json.loads(connection.getresponse().read())
         except TimeoutError:
             connection.close()
-            raise self._unreachable(f"hangs: no answer in {_HEALTH_TIMEOUT_S:.1f} s") from None
+            raise self._hung("hangs: it does not answer, and it does nothing") from None
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             raise
@@ -158,6 +201,10 @@ class Connection:
             raise
         return connection
 
+    def _hung(self, what: str) -> DaemonUnreachable:
+        _shunned[self._settings.socket] = time.monotonic() + _SHUNNED_S
+        return self._unreachable(what)
+
     def _unreachable(self, what: str) -> DaemonUnreachable:
         return DaemonUnreachable(
             f"the kserve daemon of store {self._settings.store} {what}",
@@ -169,6 +216,11 @@ class Connection:
         if self._http is not None:
             self._http.close()
             self._http = None
+
+
+def forgive() -> None:
+    """Ask a daemon that hung again at once."""
+    _shunned.clear()
 
 
 def _error_of(status: int, content: bytes) -> Exception:

@@ -13,7 +13,7 @@ import kserve
 from kserve import catalog, protocol
 from kserve.alias import Stamps, survey
 from kserve.artifact import Artifact
-from kserve.client.connection import Connection
+from kserve.client.connection import Connection, forgive
 from kserve.client.direct import Local, Wanted, local
 from kserve.config import Settings, environment_of_process
 from kserve.errors import (
@@ -76,7 +76,8 @@ def session() -> _Session:
 
 
 def disconnect() -> None:
-    """Close the connections."""
+    """Close the connections, and bear no daemon a grudge."""
+    forgive()
     global _session  # noqa: PLW0603 - one session a process
     if _session is not None:
         _session.close()

@@ -1,7 +1,8 @@
 """Starts a daemon in the background: one for many callers at once, detached from everything of theirs.
 
 Two processes take part. The first, a child of the caller, forks the daemon as an orphan in a session of its own, watches until
-it answers or ends, and says which by its exit status. So the caller has no child left, and learns of a failure at once.
+it answers or ends, and says which by its exit status (`server/boot.py`). So the caller has no child left, and learns of a
+failure at once.
 """
 
 from __future__ import annotations
@@ -11,15 +12,12 @@ import fcntl
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kserve.config import Settings, daemon_environment, python_command
 from kserve.errors import DaemonUnreachable, KserveError, from_wire
 from kserve.ownership import listens, private_runtime
-
-_START_TIMEOUT_S = 30.0
 
 
 def log_path(settings: Settings) -> Path:
@@ -46,7 +44,7 @@ def start_daemon(settings: Settings, *, idle_s: float) -> None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             done = subprocess.run(
-                python_command(sys.executable, "kserve.cli", "up", "--orphan", "--json", "--idle", str(idle_s)),
+                python_command(sys.executable, "kserve.server.boot", str(idle_s)),
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
@@ -67,25 +65,8 @@ def _reason(settings: Settings, text: str) -> KserveError:
         return from_wire(json.loads(text.splitlines()[-1])["error"])
     return DaemonUnreachable(
         f"a kserve daemon for store {settings.store} could not be started",
-        facts={"log": str(log_path(settings)), "why": text[-2000:] or f"no answer in {_START_TIMEOUT_S:.0f} s"},
+        facts={"log": str(log_path(settings)), "why": text[-2000:] or "it did not answer in time"},
     )
-
-
-def fork_orphan(settings: Settings) -> int | None:
-    """Fork; None in the child, which is to become the daemon. In the parent: 0 when the child answers, 1 when it ended."""
-    pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        return None
-    until = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < until:
-        ended, _ = os.waitpid(pid, os.WNOHANG)
-        if listens(settings.socket):
-            return 0
-        if ended:
-            return 1
-        time.sleep(0.005)
-    return 1
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from kserve.config import Settings
 from kserve.errors import ServiceError, StoreError
 from kserve.ownership import identities, listens, private_runtime
-from kserve.server.app import create_app
 from kserve.server.hot import Activity, HotRoad
 from kserve.service import KernelService
 from kserve.store.files import FileStore
@@ -114,6 +113,7 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         ending.append(asyncio.create_task(service.close()))  # requests that wait for a build are answered at once
 
     def full() -> ASGIApp:
+        from kserve.server.app import create_app
 
         return create_app(service, activity, stop=stop)
 
@@ -135,11 +135,13 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         asyncio.get_running_loop().add_signal_handler(number, stop)
     logger.info("listening socket=%s store=%s pid=%d", settings.socket, settings.store, os.getpid())
     service.upkeep.mend()
+    warming = asyncio.create_task(service.prewarm())
     watch = asyncio.create_task(_watch(app, service, lock, stop))
     try:
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
+        warming.cancel()
         await service.close()
 
 
