@@ -19,7 +19,7 @@ from kserve.client.direct import Wanted, resolve
 from kserve.client.launch import Kernel
 from kserve.client.start import log_path, start_daemon
 from kserve.config import Settings, load_settings
-from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError, ToolchainMissing
+from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError
 from kserve.kernel_schema import kernel_schema
 from kserve.server import boot
 
