@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 from kserve.errors import ForeignPeer, StoreError
 
 # Other machines write to these: their locks and times are not this machine's alone. (9p and virtiofs are a host's own here.)
-_NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "pvfs", "ocfs2", "gfs2")
+_NETWORK = (
+    *("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "coda"),
+    *("pvfs", "orangefs", "ocfs2", "gfs2", "panfs", "wekafs"),
+)
 _NETWORK_FUSE = (
     "sshfs",
     "gcsfuse",
@@ -34,17 +38,21 @@ def network_file_system(path: Path, mounts: Path = _MOUNTS) -> str | None:
         mounts: a file in the form of proc_pid_mountinfo(5).
     """
     try:
-        lines = mounts.read_text().splitlines()
-        place = os.fsencode(path.resolve())
+        place = os.fsencode(path.resolve())  # first: a look at it may mount it
+        table = mounts.read_bytes()
     except OSError:
         return None
     longest, kind = b"", ""
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        point = left.split()[4].encode().decode("unicode_escape").encode("latin-1")  # a space is written \040
+    for line in table.splitlines():
+        left, _, right = line.partition(b" - ")
+        point = re.sub(rb"\\([0-7]{3})", _character, left.split(b" ")[4])  # a space is written \040
         if (place + b"/").startswith(point.rstrip(b"/") + b"/") and len(point) >= len(longest):
-            longest, kind = point, right.split()[0]
+            longest, kind = point, os.fsdecode(right.split(b" ")[0])
     return kind if kind.startswith(_NETWORK) or kind.removeprefix("fuse.").startswith(_NETWORK_FUSE) else None
+
+
+def _character(octal: re.Match[bytes]) -> bytes:
+    return bytes([int(octal[1], 8)])
 
 
 _OVERFLOW = Path("/proc/sys/kernel/overflowuid")

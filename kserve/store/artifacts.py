@@ -86,7 +86,7 @@ class Artifacts:
         return True
 
     def publish(self, manifest: Manifest, payloads: list[bytes]) -> None:
-        """Payloads first, manifest last: a reader never sees half an entry. Memory takes what the disk refuses."""
+        """Payloads first, manifest last: a reader never sees half an entry. Once the disk refuses one, memory has the rest."""
         records = {f"payload/{digest_of(content)}": content for content in payloads}
         records[f"manifest/{manifest.key}"] = manifest.to_bytes()
         written: list[str] = []

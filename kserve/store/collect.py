@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from kserve.artifact import Manifest, manifest_from_bytes
@@ -22,6 +23,9 @@ from kserve.store.ledger import Usage
 logger = logging.getLogger("kserve")
 # After a collection this share of the bound is in use: the next one is a while away.
 _LOW_MARK = 0.9
+# So many artifacts are removed in one transaction, and no more than one in so many of the store.
+_MOST_AT_ONCE = 200
+_SHARE = 1000
 # A record that no manifest names yet may belong to a build that is running.
 _YOUNG_S = 3600.0
 # A store whose bound is exceeded by what may not go says so this often.
@@ -105,22 +109,23 @@ class Collector:
 
     def _evict_while(self, keys: Iterator[str], too_much: Callable[[Usage], bool]) -> list[str]:
         evicted: list[str] = []
-        for key in keys:
-            usage = self._index.usage()
-            if usage is None or not too_much(usage):
+        while (usage := self._index.usage()) is not None and too_much(usage):
+            some = list(islice(keys, 1 + usage.n_artifacts // _SHARE))
+            if not some:
                 break
-            if self.evict(key):
-                evicted.append(key)
+            evicted += self.evict(some)
         return evicted
 
-    def evict(self, key: str) -> bool:
-        """Remove one artifact, its manifest first, and whatever no other one names. False where there was none."""
-        name = f"manifest/{key}"
-        was_there = bool(self._files.stamp(name))
-        if not self._delete(name):
-            return False
-        self.forget([name])
-        return was_there
+    def evict(self, keys: Iterable[str]) -> list[str]:
+        """Remove artifacts, each manifest first, and whatever no other one names; those that were there."""
+        evicted: list[str] = []
+        waiting = iter(keys)
+        while some := list(islice(waiting, _MOST_AT_ONCE)):
+            there = {key for key in some if self._files.stamp(f"manifest/{key}")}
+            gone = [key for key in some if self._delete(f"manifest/{key}")]
+            self.forget(f"manifest/{key}" for key in gone)
+            evicted += [key for key in gone if key in there]
+        return evicted
 
     def forget(self, names: Iterable[str]) -> None:
         """Records are gone: so is what they named and no manifest names any more, sources of this hour aside."""

@@ -166,7 +166,7 @@ class Upkeep:
             before = self.index.usage()
             pins, in_use = self.pins(), frozenset(self._in_use())
             wanted = sorted(set(keys) - in_use)
-            gone = [key for key in wanted if key not in pins and self._collector.evict(key)]
+            gone = self._collector.evict(key for key in wanted if key not in pins)
             n_unnamed = self._collector.remove_unnamed()
             after = self.index.usage()
         self._tell(gone)

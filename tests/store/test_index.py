@@ -25,7 +25,7 @@ from kserve.store.index import Index, SafeDisk
 from kserve.store.layers import Layers
 from kserve.store.upkeep import Upkeep
 from tests.support.entries import key_of, looked_up, manifest_of, payload_of, put_entry
-from tests.support.processes import wait_for
+from tests.support.processes import fill, mounted, wait_for
 
 WIDE = Bounds(1 << 40, 1 << 30)
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
@@ -549,30 +549,6 @@ def test_an_index_that_goes_away_is_made_again(store: FileStore, root: Path):
 
 
 # ---- disks that refuse ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def mounted(path: Path, *options: str) -> Iterator[Path]:
-    """A small file system in memory."""
-    path.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(path)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount: {done.stderr.strip()}")
-    path.chmod(0o700)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(path: Path) -> Path:
-    """Take what is left of the disk."""
-    filler = path / "filler"
-    with contextlib.suppress(OSError), filler.open("wb") as file:
-        while True:
-            file.write(bytes(4096))
-            file.flush()
-    return filler
 
 
 @needs_root

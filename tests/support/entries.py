@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from kserve.artifact import Contract, Manifest
 from kserve.key import digest_of
+from kserve.store.base import KINDS
 from kserve.store.files import FileStore
 
 
@@ -61,6 +63,10 @@ def write_fast(root: Path, kind: str, key: str, content: bytes) -> None:
 
 
 def looked_up(root: Path) -> tuple[int, int, int]:
-    """Bytes, files and artifacts of a store, by a look at its files."""
-    found = [path for kind in ("payload", "source", "manifest", "pin") for path in (root / kind).glob("??/*")]
-    return sum(path.lstat().st_blocks * 512 for path in found), len(found), len([*(root / "manifest").glob("??/*")])
+    """Bytes, files and artifacts of a store, by a look at its files; one that goes meanwhile is left out."""
+    found = {}
+    for kind in KINDS:
+        for path in (root / kind).glob("??/*"):
+            with contextlib.suppress(FileNotFoundError):
+                found[path] = path.lstat().st_blocks * 512
+    return sum(found.values()), len(found), sum(path.parent.parent.name == "manifest" for path in found)

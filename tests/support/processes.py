@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -34,6 +36,37 @@ def python(code: str, *arguments: str, check: bool = True, **environment: str) -
         check=check,
         timeout=120,
     )
+
+
+@contextlib.contextmanager
+def mounted(path: Path, *options: str, kind: str = "tmpfs") -> Iterator[Path]:
+    """A file system of that kind, in memory if not told, for the length of the block; the test is skipped where none may be."""
+    path.mkdir(parents=True, exist_ok=True)
+    command = [
+        "mount",
+        *(("-t", kind) if kind != "bind" else ()),
+        *options,
+        *(("tmpfs",) if kind == "tmpfs" else ()),
+        str(path),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill(path: Path, *, leave: int = 0) -> Path:
+    """Take what is left of the disk, but for so many pages; the file that takes it."""
+    filler = path / "filler"
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    os.truncate(filler, max(0, filler.stat().st_size - leave * 4096))
+    return filler
 
 
 def kserve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
