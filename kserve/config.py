@@ -219,14 +219,17 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _default_store(environ: Mapping[str, str]) -> Path:
+    """The first place that is on a local disk: the checkout's own, the user's cache, scratch."""
     checkout = _PACKAGE.parent
-    if (checkout / "pyproject.toml").is_file() and (checkout / "cuda_src").is_dir():
+    is_checkout = (checkout / "pyproject.toml").is_file() and (checkout / "cuda_src").is_dir()
+    if is_checkout and not network_file_system(checkout):
         return checkout / "cache" / "store"
     cache = environ.get("XDG_CACHE_HOME") or (environ["HOME"] + "/.cache" if environ.get("HOME") else "")
     if cache and _makeable(Path(cache)) and not network_file_system(Path(cache)):
         return Path(cache).resolve() / "kserve"
-    scratch = environ.get("SLURM_TMPDIR") or environ.get("TMPDIR") or "/var/tmp"  # noqa: S108 - verified on opening
-    return Path(scratch).resolve() / f"kserve-{os.getuid()}"
+    places = [Path(environ[name]).resolve() for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
+    scratch = next((place for place in places if not network_file_system(place)), Path("/var/tmp"))  # noqa: S108 - verified
+    return scratch / f"kserve-{os.getuid()}"
 
 
 def _makeable(path: Path) -> bool:

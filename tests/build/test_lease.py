@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -95,6 +97,66 @@ def test_a_remembered_failure_ends():
         leases.check("k")
 
     asyncio.run(body())
+
+
+class Kept:
+    """What outlives a daemon: (key, error as JSON, seconds since 1970 when it is forgotten)."""
+
+    def __init__(self, *rows: tuple[str, str, float]) -> None:
+        self.rows = list(rows)
+
+    def failures(self) -> list[tuple[str, str, float]]:
+        return self.rows
+
+    def remember_failure(self, key: str, error: str, *, for_s: float) -> None:
+        self.rows.append((key, error, time.time() + for_s))
+
+
+def is_remembered(leases: Leases, key: str = "k") -> bool:
+    try:
+        leases.check(key)
+    except CompileFailed:
+        return True
+    return False
+
+
+def test_a_failure_outlasts_its_daemon_with_all_it_said():
+    async def body() -> None:
+        kept = Kept()
+        await ended(start(Leases(failure_memory_s=MEMORY_S, failures=kept), raising(CompileFailed("no", facts={"line": "3"}))))
+        with pytest.raises(CompileFailed) as caught:
+            Leases(failure_memory_s=MEMORY_S, failures=kept).check("k")
+        assert (caught.value.message, caught.value.facts) == ("no", {"line": "3"})
+
+    asyncio.run(body())
+
+
+COMPILE_FAILED = json.dumps(CompileFailed("no").to_wire())
+
+
+@pytest.mark.parametrize(
+    ("ends_in_s", "left_s"),
+    [(40.0, 40.0), (0.0, 0.0), (-5.0, 0.0), (1e9, MEMORY_S), (float("inf"), MEMORY_S), (float("nan"), 0.0)],
+    ids=["in time", "now", "past: the clock was set forward", "far: it was set back", "never", "no number"],
+)
+def test_a_kept_failure_is_never_remembered_for_longer_than_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, ends_in_s: float, left_s: float
+):
+    leases = Leases(failure_memory_s=MEMORY_S, failures=Kept(("k", COMPILE_FAILED, time.time() + ends_in_s)))
+    began = time.monotonic()
+    for after_s in (0.5, MEMORY_S - 1, MEMORY_S + 1, 1e8):
+        monkeypatch.setattr(time, "monotonic", lambda at=began + after_s: at)
+        assert is_remembered(leases) == (after_s < left_s), after_s
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[]", "5", '"x"', '{"code": 5}', "[" * 100_000, '{"code": "compile-failed"}']
+)
+def test_a_damaged_memory_does_not_keep_the_daemon_from_starting(text: str):
+    leases = Leases(
+        failure_memory_s=MEMORY_S, failures=Kept(("k", text, time.time() + 5), ("good", COMPILE_FAILED, time.time() + 5))
+    )
+    assert is_remembered(leases, "good")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyError("format"), ValueError("bad")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kserve.config import (
     worker_environment,
 )
 from kserve.errors import ForeignPeer, RequestError, StoreError
-from kserve.ownership import private_directory, refuse_foreign
+from kserve.ownership import network_file_system, private_directory, refuse_foreign
 
 
 @pytest.fixture
@@ -40,6 +41,13 @@ def with_file(home: Path, text: str) -> dict[str, str]:
     [
         ("KSERVE_STORE", "/some/store", "store", Path("/some/store")),
         ("KSERVE_STORE", "/some/../store/", "store", Path("/store")),
+        ("KSERVE_STORE", "/some/store:/baked:/other/", "store", Path("/some/store")),
+        ("KSERVE_STORE", "/some/store:/baked:/other/", "layers", (Path("/baked"), Path("/other"))),
+        ("KSERVE_STORE", "/some/store::/baked:", "layers", (Path("/baked"),)),
+        ("KSERVE_STORE", ":/baked", "layers", (Path("/baked"),)),
+        ("KSERVE_STORE", "/some/store", "layers", ()),
+        ("KSERVE_MAX_BYTES", "1000000", "max_bytes", 1_000_000),
+        ("KSERVE_MAX_FILES", "1000", "max_files", 1000),
         ("KSERVE_RUNTIME_DIR", "/run/me", "runtime_dir", Path("/run/me")),
         ("KSERVE_PATH", "/a:/b", "kernel_path", (Path("/a"), Path("/b"))),
         ("KSERVE_PATH", "/a::", "kernel_path", (Path("/a"),)),
@@ -84,6 +92,10 @@ def test_every_field_has_a_variable():
         ("KSERVE_JOB_MEMORY_BYTES", "16G"),
         ("KSERVE_TRUSTED_UIDS", "root"),
         ("KSERVE_LOG", "loud"),
+        ("KSERVE_MAX_BYTES", "0"),
+        ("KSERVE_MAX_BYTES", "20 GiB"),
+        ("KSERVE_MAX_FILES", "-5"),
+        ("KSERVE_STORE", "/store:~no_such_user_here/baked"),
         ("KSERVE_STORE", "~no_such_user_here/store"),
         ("KSERVE_PATH", "/a:~no_such_user_here/kernels"),
     ],
@@ -181,6 +193,48 @@ def test_the_store_of_an_installed_package_lies_in_the_users_cache(own_place, mo
 
     (own_place / "file").touch()  # a home that holds no directory
     monkeypatch.setattr(config, "_PACKAGE", own_place / "site-packages" / "kserve")
+    found = load_settings(environ={name: filled(value) for name, value in environ.items()})
+    assert str(found.store) == filled(expected)
+
+
+def test_an_empty_first_store_is_the_default_one():
+    assert load_settings(environ={"KSERVE_STORE": ":/baked"}).store == load_settings(environ={}).store
+
+
+MOUNTS = """
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:40 / {root}/home rw,relatime - nfs4 server:/home rw,vers=4.2
+31 22 0:41 / {root}/scratch rw - ext4 /dev/sdb1 rw
+32 22 0:42 / {root}/shared rw - fuse.sshfs user@host: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"HOME": "{root}/home/me", "TMPDIR": "{root}/scratch"}, "{root}/scratch/kserve-{uid}"),
+        ({"HOME": "{root}/home/me", "XDG_CACHE_HOME": "{root}/scratch/cache"}, "{root}/scratch/cache/kserve"),
+        (
+            {"HOME": "{root}/home/me", "SLURM_TMPDIR": "{root}/shared", "TMPDIR": "{root}/scratch/"},
+            "{root}/scratch/kserve-{uid}",
+        ),
+        ({"HOME": "{root}/home/me", "TMPDIR": "{root}/shared"}, "/var/tmp/kserve-{uid}"),
+        ({"HOME": "{root}/home/me"}, "/var/tmp/kserve-{uid}"),
+    ],
+)
+@pytest.mark.parametrize("package", ["site-packages", "home/checkout"])
+def test_the_default_store_is_on_a_local_disk(own_place, monkeypatch, environ, expected, package):
+    """HOME on a network file system, and the checkout with it."""
+
+    def filled(text):
+        return text.format(root=own_place, uid=os.getuid())
+
+    (own_place / "mounts").write_text(filled(MOUNTS).lstrip())
+    for directory in ("home/me", "home/checkout/cuda_src", "scratch", "shared"):
+        (own_place / directory).mkdir(parents=True)
+    (own_place / "home" / "checkout" / "pyproject.toml").touch()
+    monkeypatch.setattr(config, "network_file_system", partial(network_file_system, mounts=own_place / "mounts"))
+    monkeypatch.setattr(config, "_PACKAGE", own_place / package / "kserve")
     found = load_settings(environ={name: filled(value) for name, value in environ.items()})
     assert str(found.store) == filled(expected)
 
