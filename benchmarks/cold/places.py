@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kserve.client.connection import Connection
-from kserve.config import listens, load_settings
+from kserve.config import load_settings
 from kserve.errors import KserveError
 from kserve.measure.timing import ArmFailed
+from kserve.ownership import listens
 from kserve.protocol import STATUS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
