@@ -6,11 +6,10 @@ nor the definition.
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple
 
 from kserve.errors import CorruptArtifact
-from kserve.key import canonical_json, digest_of
+from kserve.key import sealed, unsealed
 from kserve.spec import is_plain_name
 
 MANIFEST_SCHEMA = 1
@@ -97,8 +96,7 @@ class Manifest(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with a hash over itself: a manifest that was damaged says so."""
-        plain = self.to_json()
-        return canonical_json({**plain, "self_sha256": digest_of(canonical_json(plain).encode())}).encode()
+        return sealed(self.to_json())
 
 
 class Artifact(NamedTuple):
@@ -147,14 +145,9 @@ def manifest_from_bytes(content: bytes, *, key: str) -> Manifest:
 
     Raises: CorruptArtifact when it is damaged, or belongs to another key.
     """
-    try:
-        plain = json.loads(content)
-        stated = plain.pop("self_sha256")
-        actual = digest_of(canonical_json(plain).encode())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptArtifact(f"manifest of {key[:12]} is not readable") from None
-    if actual != stated:
-        raise CorruptArtifact(f"manifest of {key[:12]} does not match its own hash")
+    plain = unsealed(content)
+    if plain is None:
+        raise CorruptArtifact(f"manifest of {key[:12]} is damaged: it does not match its own hash")
     manifest = manifest_from_json(plain)
     if manifest.key != key:
         raise CorruptArtifact(f"manifest under {key[:12]} belongs to {manifest.key[:12]}")

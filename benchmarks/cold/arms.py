@@ -119,7 +119,7 @@ def locked(places: Places) -> Iterator[Found]:
     lock = places.root / "kserve.lock"
     environment = places.filled_store | {"KSERVE_LOCK": str(lock)}
     if not lock.exists():
-        command = [sys.executable, "-m", "kserve", "lock"]
+        command = [sys.executable, "-m", "kserve", "lock", "--all", "--file", str(lock)]
         done = subprocess.run(command, env=environment, cwd=REPOSITORY, check=False, capture_output=True, text=True)
         if done.returncode or not lock.exists():
             lines = done.stderr.strip().splitlines() or ["it wrote no file"]

@@ -13,9 +13,10 @@ import kserve
 from kserve import protocol
 from kserve.catalog import every_entry
 from kserve.cli import cache, lock, report
-from kserve.cli.show import assignment, fields, say, table
+from kserve.cli.show import fields, say, table
+from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
-from kserve.client.direct import Wanted, resolve
+from kserve.client.direct import resolve
 from kserve.client.launch import Kernel
 from kserve.client.start import log_path, start_daemon
 from kserve.config import Settings, load_settings
@@ -59,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--schema", action="store_true", help="print the JSON schema of kernel.toml instead")
 
     build = _command(commands, "build", _build, "build a kernel, or find it in the store")
-    build.add_argument("name")
-    build.add_argument("--target", action="append", required=True, help="such as cuda:sm_90; may be repeated")
-    build.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated")
+    add_wish(build, required=True)
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
     lock.add_command(_command(commands, "lock", lock.run, "write or check the file that says which bytes a kernel is"))
@@ -180,9 +179,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    spec = dict(assignment(text) for text in arguments.set)
-    wanted = [Wanted(arguments.name, target, spec) for target in arguments.target]
-    kernels = resolve(wanted, timeout_s=arguments.timeout, load=False)
+    kernels = resolve(wishes(arguments, load_settings()), timeout_s=arguments.timeout, load=False)
     plain = [describe(kernel) for kernel in kernels]
     rows = [
         [k["name"], k["target"], k["origin"], f"{k['seconds']:.3f} s", f"{k['size_bytes']} B", k["key"][:12], k["digest"][:12]]

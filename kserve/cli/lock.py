@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kserve import catalog, protocol
-from kserve.cli.show import assignment, say, table
+from kserve.cli.show import say, table
+from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
 from kserve.client.direct import Wanted, resolve
 from kserve.client.launch import Kernel
@@ -21,9 +22,8 @@ _DEFAULT_FILE = "kserve.lock"
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kserve lock`."""
-    parser.add_argument("name", nargs="?", help="a kernel to add; left out, the file is listed, checked or updated")
-    parser.add_argument("--target", action="append", default=[], help="such as cuda:sm_90; may be repeated")
-    parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated")
+    add_wish(parser, required=False)
+    parser.add_argument("--all", action="store_true", help="add every kernel that the store holds")
     parser.add_argument("--file", type=Path, help=f"the lock file; KSERVE_LOCK, else {_DEFAULT_FILE} here")
     parser.add_argument("--check", action="store_true", help="fail when this node would run other bytes than the file names")
     parser.add_argument("--update", action="store_true", help="accept what this node builds now, for every entry")
@@ -33,8 +33,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     settings = load_settings()
     path = arguments.file or settings.lock or Path(_DEFAULT_FILE)
-    if arguments.name:
-        lock = _added(path, arguments, settings)
+    if arguments.name or arguments.all:
+        lock = read_lock(path) if path.exists() else Lock(path, ())
+        lock = _write(lock, _held(settings) if arguments.all else _named(arguments, settings), settings)
     else:
         lock = read_lock(path)
         if arguments.check:
@@ -45,12 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _added(path: Path, arguments: argparse.Namespace, settings: Settings) -> Lock:
+def _named(arguments: argparse.Namespace, settings: Settings) -> list[Wanted]:
     if not arguments.target:
         raise RequestError("kserve lock NAME needs a target", hint=f"kserve lock {arguments.name} --target cuda:sm_90")
-    lock = read_lock(path) if path.exists() else Lock(path, ())
-    spec = dict(assignment(text) for text in arguments.set)
-    return _write(lock, [Wanted(arguments.name, target, spec) for target in arguments.target], settings)
+    return wishes(arguments, settings)
+
+
+def _held(settings: Settings) -> list[Wanted]:
+    """Every kernel of the store, as it was built."""
+    found = {}
+    for artifact in Connection(settings).call("GET", protocol.ARTIFACTS, start=True)["artifacts"]:
+        axes = catalog.definition_of(catalog.find(artifact["name"], settings).folder).axes
+        spec = {name: value for name, value in artifact["spec"].items() if name in axes}
+        wish = Wanted(artifact["name"], artifact["target"], spec)
+        found[wish.name, wish.target, json.dumps(spec, sort_keys=True)] = wish
+    return list(found.values())
 
 
 def _updated(lock: Lock, settings: Settings) -> Lock:

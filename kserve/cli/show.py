@@ -1,10 +1,8 @@
-"""How the commands read and print: AXIS=VALUE, columns, fields, one place that writes to standard output."""
+"""How the commands print: columns, fields, one place that writes to standard output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from kserve.errors import RequestError
 
 
 def say(text: str) -> None:
@@ -24,11 +22,3 @@ def fields(values: Mapping[str, str]) -> str:
     """One `name  value` a line."""
     width = max(map(len, values), default=0)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in values.items())
-
-
-def assignment(text: str) -> tuple[str, str]:
-    """AXIS=VALUE, read. Raises: RequestError."""
-    axis, equals, value = text.partition("=")
-    if not equals or not axis:
-        raise RequestError(f"--set {text!r} cannot be read", facts={"allowed": "--set AXIS=VALUE"})
-    return axis, value

@@ -5,6 +5,7 @@ The file is rewritten after each load, in the runtime directory, where that can 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from kserve.ownership import private_runtime
 
 FOLDER = "report"
 _MOST_CALLS = 200
+_WRITTEN_EVERY_S = 0.05
 
 
 class Loaded(NamedTuple):
@@ -64,14 +66,25 @@ class Report:
         self.seconds: Counter[str] = Counter({"import": kserve.import_s})
         self.origins: Counter[str] = Counter()
         self.missed_after_warm = 0
+        self._written_at = float("-inf")
+        self._owed = False
 
     def add(self, call: Call, settings: Settings) -> None:
-        """Note a call, and rewrite the file."""
+        """Note a call, and rewrite the file: at most twenty times a second, and at the end."""
         self.calls.append(call)
         self.seconds.update({"look": call.look_s, "ask": call.ask_s, "load": call.load_s})
         self.origins.update(kernel.origin for kernel in call.kernels)
         if self.warm or settings.lock is not None:
             self.missed_after_warm += sum(kernel.origin in ("built", "joined") for kernel in call.kernels)
+        if time.monotonic() >= self._written_at + _WRITTEN_EVERY_S:
+            self.write(settings)
+        elif not self._owed:
+            self._owed = True
+            atexit.register(self.write, settings)
+
+    def write(self, settings: Settings) -> None:
+        """Rewrite the file now."""
+        self._written_at = time.monotonic()
         try:
             folder = private_runtime(settings.socket) / FOLDER
             folder.mkdir(mode=0o700, exist_ok=True)

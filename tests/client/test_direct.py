@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kserve import client, get_kernel
@@ -279,3 +280,12 @@ def test_a_request_digest_differs_on_everything_but_files(change):
         return request_digest(wish.pop("name"), wish.pop("spec"), wish.pop("target"), **wish)
 
     assert digest({**base, **change}) != digest(dict(base))
+
+
+def test_what_was_built_on_the_command_line_is_found_from_python(folder: Path):
+    settle(folder)
+    assert kserve("build", "scale", "--target", TARGET, "--set", "size=16").returncode == 0
+    down()
+    assert again(size=16).origin == "disk"
+    client.forget()
+    assert get_kernel("scale", target=TARGET, size=np.int64(16)).origin == "disk"

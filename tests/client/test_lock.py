@@ -136,3 +136,16 @@ def test_a_missing_file_is_named(lock: Path):
 def test_a_lock_needs_a_target(lock: Path):
     done = kserve("lock", "scale")
     assert (done.returncode, "--target" in done.stderr) == (2, True)
+
+
+def test_everything_the_store_holds_can_be_locked(kernels: Path, own_place: Path, monkeypatch: pytest.MonkeyPatch):
+    write_cuda(kernels / "scale")
+    for size in (8, 16, 24):
+        get_kernel("scale", target=TARGET, size=size)
+    path = own_place / "all.lock"
+    done = kserve("lock", "--all", "--file", str(path))
+    assert done.returncode == 0, done.stderr
+    assert {locked.spec["size"] for locked in read_lock(path).kernels} == {8, 16, 24}
+    monkeypatch.setenv("KSERVE_LOCK", str(path))
+    client.forget()
+    assert get_kernel("scale", target=TARGET, size=24).origin == "disk"
