@@ -26,6 +26,7 @@ import fnmatch
 import functools
 import math
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -216,6 +217,7 @@ def main(words: list[str] | None = None) -> int:
         n_further=min(1, arguments.further) if quick else arguments.further,
         timeout_s=120.0,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended before its time"))  # what was found until then is kept
     root = Path(tempfile.mkdtemp(prefix="kc-"))
     places = Places(root, options)
     run = Run(places, arms, budget_s=arguments.budget_s, rounds=1 if quick else arguments.rounds)
@@ -223,18 +225,22 @@ def main(words: list[str] | None = None) -> int:
     try:
         rows = everything(run, processes)
     finally:
+        finish(run, rows, arguments.out)
         places.close()
         shutil.rmtree(root, ignore_errors=True)
-        rows = [*report.rows_of(run.records), *rows]
-        failed, absent = run.failed, run.absent
-        found = {**run.facts, "date": time.strftime("%Y-%m-%d"), "failed": failed, "absent": absent, "command": sys.argv[1:]}
-        samples = {name: record.reports for name, record in run.records.items()}
-        stem = report.write(arguments.out, rows, {**found, "samples": samples})
-        print(report.summary(rows, {**absent, **failed}, bars=options.gpu))
-        for group, how in run.facts["stops"].items():
-            print(f"{group}: {how['n_rounds']} rounds, {how['stop']}, {'balanced' if how['balanced'] else 'not balanced'}")
-        print(f"\n{stem}.csv and .json")
     return 1 if run.failed else 0
+
+
+def finish(run: Run, rows: list[report.Row], out: Path) -> None:
+    """Write and print whatever there is."""
+    rows = [*report.rows_of(run.records), *rows]
+    found = {**run.facts, "date": time.strftime("%Y-%m-%d"), "failed": run.failed, "absent": run.absent}
+    samples = {name: record.reports for name, record in run.records.items()}
+    stem = report.write(out, rows, {**found, "command": sys.argv[1:], "samples": samples})
+    print(report.summary(rows, {**run.absent, **run.failed}, bars=run.places.options.gpu))
+    for group, how in run.facts["stops"].items():
+        print(f"{group}: {how['n_rounds']} rounds, {how['stop']}, {'balanced' if how['balanced'] else 'not balanced'}")
+    print(f"\n{stem}.csv and .json", flush=True)
 
 
 def everything(run: Run, processes: list[str]) -> list[report.Row]:

@@ -220,6 +220,9 @@ class Child(NamedTuple):
         except subprocess.TimeoutExpired:
             self.kill()
             raise ArmFailed(f"no result in {timeout_s:.0f} s") from None
+        except BaseException:  # the run is being ended
+            self.kill()
+            raise
         ended = time.perf_counter()
         if status != 0:
             raise ArmFailed(f"exit status {status}: {self._complaint()}")
