@@ -237,7 +237,9 @@ def finish(run: Run, rows: list[report.Row], out: Path) -> None:
     found = {**run.facts, "date": time.strftime("%Y-%m-%d"), "failed": run.failed, "absent": run.absent}
     samples = {name: record.reports for name, record in run.records.items()}
     stem = report.write(out, rows, {**found, "command": sys.argv[1:], "samples": samples})
-    print(report.summary(rows, {**run.absent, **run.failed}, bars=run.places.options.gpu))
+    options = run.places.options
+    bars = options.gpu and options.n_further == MOST_FURTHER  # one of them is about a batch of 50
+    print(report.summary(rows, {**run.absent, **run.failed}, bars=bars))
     for group, how in run.facts["stops"].items():
         print(f"{group}: {how['n_rounds']} rounds, {how['stop']}, {'balanced' if how['balanced'] else 'not balanced'}")
     print(f"\n{stem}.csv and .json", flush=True)
