@@ -111,8 +111,10 @@ class Places:
         self._daemons = [other for other in self._daemons if other != environment]
 
     def close(self) -> None:
-        for environment in [*self._daemons]:
-            self.down(environment)
+        """End every daemon that may be left, those that a client started beside the filled store too."""
+        for environment in [*self._daemons, self.filled_store]:
+            with contextlib.suppress(ArmFailed):  # the others are ended all the same
+                self.down(environment)
 
     def _command(self, environment: dict[str, str], *words: str) -> None:
         done = subprocess.run(_kserve(*words), env=environment, cwd=REPOSITORY, check=False, capture_output=True, text=True)
