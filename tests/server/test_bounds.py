@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kserve import client, get_kernel, protocol
-from kserve.client.resolve import Wanted, resolve
+from kserve.client.direct import Wanted, resolve
 from kserve.errors import CompileFailed
 from kserve.key import digest_of
 from kserve.store.files import FileStore
@@ -35,7 +35,7 @@ FILES_OF_ONE = 4
 # Both print what they saw: kernels they got, errors, wrong bytes, origins. A reader ends when its input does.
 HEAD = """
 import collections, json, select, sys, time
-from kserve.client.resolve import Wanted, resolve
+from kserve.client.direct import Wanted, resolve
 from kserve.errors import KserveError
 from kserve.key import digest_of
 me, n_kernels = int(sys.argv[1]), int(sys.argv[2])
