@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from typing import Any
@@ -14,7 +15,8 @@ from kserve.client.connection import Connection
 from kserve.config import load_settings
 from kserve.errors import STATUS, RequestError
 
-_VERIFY_TIMEOUT_S = 3600.0
+# A large store takes minutes to read.
+_LONGEST_S = 3600.0
 
 
 def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
@@ -51,7 +53,7 @@ def add_commands(parser: argparse.ArgumentParser, command: Any) -> None:
 
 def _ls(arguments: argparse.Namespace) -> int:
     path = f"{protocol.ARTIFACTS}?{urlencode({'name': arguments.name, 'target': arguments.target})}"
-    found = Connection(load_settings()).call("GET", path, start=True)
+    found = _ask("GET", path)
     if arguments.json:
         say(json.dumps(found, indent=2))
         return 0
@@ -73,7 +75,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    found = Connection(load_settings()).call("GET", f"{protocol.ARTIFACTS}/{quote(arguments.key, safe='')}", start=True)
+    found = _ask("GET", f"{protocol.ARTIFACTS}/{quote(arguments.key, safe='')}")
     manifest, attachments = found["manifest"], found["attachments"]
     if arguments.json:
         say(json.dumps(found, indent=2))
@@ -109,8 +111,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     query = {"rebuild": int(arguments.rebuild), **({} if arguments.sample is None else {"sample": arguments.sample})}
-    path = f"{protocol.VERIFY}?{urlencode(query)}"
-    found = Connection(load_settings()).call("POST", path, wait_s=_VERIFY_TIMEOUT_S, start=True)
+    found = _ask("POST", f"{protocol.VERIFY}?{urlencode(query)}")
     bad = [*found["damaged"], *(f"manifest/{key} (its payload is missing)" for key in found["orphaned"])]
     text = [f"{found['n_checked']} records checked, {len(bad)} bad", *(f"  {name}" for name in bad)]
     text += _rebuilt(found) if arguments.rebuild else []
@@ -134,9 +135,15 @@ def _entry(row: dict[str, Any]) -> str:
     return f"{row['key']} {row['name']} for {row['target']} ({row['variant']} facts)"
 
 
+def _ask(method: str, path: str, body: Any = None) -> Any:
+    """The daemon's answer; one is started when there is none."""
+    with contextlib.closing(Connection(load_settings())) as connection:
+        return connection.call(method, path, body, wait_s=_LONGEST_S, start=True)
+
+
 def _call(arguments: argparse.Namespace, path: str, body: Any = None, *, method: str = "POST") -> Any:
     """The daemon's answer, printed as it is where JSON is wanted."""
-    found = Connection(load_settings()).call(method, path, body, wait_s=_VERIFY_TIMEOUT_S, start=True)
+    found = _ask(method, path, body)
     if arguments.json:
         say(json.dumps(found, indent=2))
     return found
@@ -193,7 +200,7 @@ def _quarantine(arguments: argparse.Namespace) -> int:
 
 def _why(arguments: argparse.Namespace) -> int:
     query = {"key": arguments.key, **({"other": arguments.other} if arguments.other else {})}
-    found = Connection(load_settings()).call("GET", f"{protocol.WHY}?{urlencode(query)}", start=True)
+    found = _ask("GET", f"{protocol.WHY}?{urlencode(query)}")
     if arguments.json:
         say(json.dumps(found, indent=2))
         return 0

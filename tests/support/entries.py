@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from kserve.artifact import Contract, Manifest
 from kserve.key import digest_of
@@ -20,19 +21,19 @@ def payload_of(number: int, size: int = 100) -> bytes:
 
 
 def manifest_of(
-    number: int, payload: bytes, *, attached: tuple[bytes, ...] = (), sources: tuple[bytes, ...] = (), name: str = "scale"
+    number: int, payload: bytes, *, attached: tuple[bytes, ...] = (), sources: tuple[bytes, ...] = (), **changes: str
 ) -> Manifest:
-    """The manifest of entry `number`: what its payload, attachments and sources are, the rest as anywhere."""
-    return Manifest(
+    """The manifest of entry `number`: its payload, attachments and sources, `changes` of its fields, the rest as anywhere."""
+    found = Manifest(
         key=key_of(number),
         digest=digest_of(payload),
         size_bytes=len(payload),
-        name=name,
+        name="scale",
         language="cuda",
         target="cuda:sm_90",
         spec={"size": number},
         variant="declared",
-        contract=Contract(name, "cubin", (), {}, ("1",), ("128",)),
+        contract=Contract("scale", "cubin", (), {}, ("1",), ("128",)),
         resources={"registers": 8},
         components={f"source.{i}.cu": digest_of(content) for i, content in enumerate(sources)},
         attachments={f"text{i}": digest_of(content) for i, content in enumerate(attached)},
@@ -40,9 +41,10 @@ def manifest_of(
         seconds=0.1,
         created_at=1.0 + number,
     )
+    return found._replace(**changes)  # type: ignore[arg-type]
 
 
-def put_entry(store: FileStore, number: int, payload: bytes | None = None, **parts: tuple[bytes, ...]) -> Manifest:
+def put_entry(store: FileStore, number: int, payload: bytes | None = None, **parts: Any) -> Manifest:
     """Write an entry as a publication does, past the index: payload, attachments, sources, then the manifest."""
     content = payload_of(number) if payload is None else payload
     manifest = manifest_of(number, content, **parts)
