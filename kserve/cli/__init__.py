@@ -138,7 +138,7 @@ def _alive(settings: Any) -> bool:
 
 def _status(arguments: argparse.Namespace) -> int:
     found = Connection(load_settings()).call("GET", protocol.STATUS)
-    store, counters = found["store"], found["counters"]
+    store = found["store"]
     text = fields(
         {
             "version": f"{found['version']}, pid {found['pid']}, up {found['uptime_s']:.0f} s",
@@ -150,12 +150,18 @@ def _status(arguments: argparse.Namespace) -> int:
             "refused": "; ".join(store["refused_layers"].values()) or "none",
             "quarantine": f"{store['n_in_quarantine']} files, {store['n_quarantined']} since the start",
             "state": store["degraded"] or "sound",
+            "index": store["index"],
             "builds": f"{found['n_running']} running, {found['n_queued']} queued, {found['jobs']} at once",
-            "counters": ", ".join(f"{count} {name}" for name, count in sorted(counters.items())) or "none yet",
+            "counters": _counted(found["counters"]),
+            "ever": _counted(found["lifetime"]),
             "workers": ", ".join(f"{w['language']} (pid {w['pid']}, {w['n_jobs']} jobs)" for w in found["workers"]) or "none",
         }
     )
     return _report(arguments, found, text)
+
+
+def _counted(counters: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counters.items())) or "none yet"
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
