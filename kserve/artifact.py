@@ -6,6 +6,7 @@ nor the definition.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from kserve.errors import CorruptArtifact
@@ -15,6 +16,7 @@ from kserve.spec import is_plain_name
 MANIFEST_SCHEMA = 1
 # The two variants of one kernel: compiled for the declared facts about its arguments, and for none.
 DECLARED, GENERIC = "declared", "generic"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Param(NamedTuple):
@@ -118,6 +120,8 @@ def contract_from_json(plain: dict[str, Any]) -> Contract:
     """
     fields = {**plain, "params": tuple(Param(**param) for param in plain["params"])}
     for field in ("grid", "block", "scratch_bytes"):
+        if not isinstance(plain[field], list | tuple):  # a text would become its characters
+            raise TypeError(f"{field} is {plain[field]!r}")
         fields[field] = tuple(plain[field])
     contract = Contract(**fields)
     names = [*contract.constants, *(param.name for param in contract.params)]
@@ -129,15 +133,41 @@ def contract_from_json(plain: dict[str, Any]) -> Contract:
 def manifest_from_json(plain: dict[str, Any]) -> Manifest:
     """The manifest in a decoded JSON object.
 
-    Raises: CorruptArtifact when a field is missing, unknown or of another schema.
+    Raises: CorruptArtifact when a field is missing, unknown, of another type or of another schema.
     """
     try:
         fields = {name: value for name, value in plain.items() if name not in ("schema", "self_sha256")}
         if plain["schema"] != MANIFEST_SCHEMA:
             raise CorruptArtifact(f"manifest has schema {plain['schema']!r}, this version reads {MANIFEST_SCHEMA}")
-        return Manifest(**{**fields, "contract": contract_from_json(fields["contract"])})
+        manifest = Manifest(**{**fields, "contract": contract_from_json(fields["contract"])})
+        _check_types(manifest)
+        return manifest
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptArtifact(f"manifest cannot be read: {error}") from None
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raises TypeError for a value of another type, or a digest that names no record. Quick: a client runs it at every hit."""
+    contract, params = manifest.contract, manifest.contract.params
+    labelled = (*manifest.components.items(), *manifest.attachments.items())
+    texts = [manifest.name, manifest.language, manifest.target, manifest.variant, manifest.reason]
+    texts += [contract.symbol, contract.format, contract.shared_bytes, *contract.grid, *contract.block]
+    texts += [text for pair in labelled for text in pair] + [text for p in params for text in (p.name, p.kind, p.dtype)]
+    whole = [manifest.size_bytes, contract.minimum_driver, *contract.scratch_bytes, *manifest.resources.values()]
+    whole += [number for p in params for number in (p.offset, p.size_bytes, p.align, p.divisible_by)]
+    flags = [manifest.closed_world, *(flag for p in params for flag in (p.mutated, p.nullable, p.contiguous))]
+    values = [*manifest.spec.values(), *contract.constants.values()]
+    for allowed, found in (
+        ({str}, texts),
+        ({int}, whole),
+        ({bool}, flags),
+        ({int, float}, [manifest.seconds, manifest.created_at]),
+        ({bool, int, str}, values),
+    ):
+        if not set(map(type, found)) <= allowed:
+            raise TypeError(f"a value is no {' or '.join(sorted(kind.__name__ for kind in allowed))}: {found!r}")
+    if not all(map(_DIGEST.fullmatch, (manifest.key, manifest.digest, *manifest.attachments.values()))):
+        raise TypeError("a digest is not 64 hex digits")
 
 
 def manifest_from_bytes(content: bytes, *, key: str) -> Manifest:

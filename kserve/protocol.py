@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kserve.artifact import Manifest, manifest_from_json
-from kserve.errors import KserveError, ProtocolMismatch, from_wire
+from kserve.errors import KserveError, ProtocolMismatch, ServiceError, from_wire
 
 # Raised when an old client and a new daemon could misunderstand each other.
 PROTOCOL = 1
@@ -91,15 +91,26 @@ def resolve_request(kernels: list[dict[str, Any]], *, client: str, version: str,
 
 
 def read_result(plain: Mapping[str, Any]) -> list[Resolved] | Pending | KserveError:
-    """One kernel's part of a resolve answer: its variants (declared facts first), or pending, or the error."""
-    if "error" in plain:
-        return from_wire(plain["error"])
-    if "pending" in plain:
-        return Pending(**plain["pending"])
-    return [
-        Resolved(manifest_from_json(variant["manifest"]), variant["origin"], variant["seconds"])
-        for variant in plain["variants"]
-    ]
+    """One kernel's part of a resolve answer: its variants (declared facts first), or pending, or the error.
+
+    Raises: CorruptArtifact for a manifest, ServiceError for anything else that cannot be read.
+    """
+    try:
+        if "error" in plain:
+            return from_wire(plain["error"])
+        if "pending" in plain:
+            return _pending(**plain["pending"])
+        return [_resolved(**variant) for variant in plain["variants"]]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ServiceError(f"the service sent a result of another form: {error!r}") from None
+
+
+def _pending(build: str, seconds: float, n_ahead: int) -> Pending:
+    return Pending(str(build), float(seconds), int(n_ahead))
+
+
+def _resolved(manifest: dict[str, Any], origin: str, seconds: float) -> Resolved:
+    return Resolved(manifest_from_json(manifest), ORIGINS[ORIGINS.index(origin)], float(seconds))
 
 
 def check_protocol(theirs: object, *, version: str, ours: str) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from kserve.protocol import PROTOCOL
 from kserve.server.reading import (
     DIGEST,
     FILE_NAME,
@@ -23,7 +24,22 @@ FileName = Annotated[str, StringConstraints(pattern=FILE_NAME, max_length=LONGES
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorModel(_Model):
+    """An error: its stable code, what failed and why, further facts, the next step."""
+
+    code: str
+    message: str
+    facts: dict[str, str]
+    hint: str | None
+
+
+class ErrorAnswer(_Model):
+    """The one shape of an error, whatever its status."""
+
+    error: ErrorModel
 
 
 class EnvironmentModel(_Model):
@@ -45,7 +61,7 @@ class KernelModel(_Model):
     """One wanted kernel: `files` names every file of its folder by digest."""
 
     name: Text
-    files: dict[FileName, Digest] = Field(max_length=MOST_FILES)
+    files: dict[FileName, Digest] = Field(max_length=MOST_FILES, json_schema_extra={"additionalProperties": False})
     spec: dict[Text, bool | int | Text] = Field(default={}, max_length=100)
     target: Text
     environment: EnvironmentModel
@@ -56,7 +72,7 @@ class KernelModel(_Model):
 class ResolveModel(_Model):
     """Kernels to resolve; the answer is held back for at most `wait_s` seconds while they are built."""
 
-    protocol: int
+    protocol: int = Field(json_schema_extra={"const": PROTOCOL})  # any other is answered in words, not as a malformed request
     version: Text
     client: Text
     wait_s: float = Field(ge=0, le=LONGEST_WAIT_S)

@@ -18,11 +18,11 @@ from kserve.catalog import every_entry
 from kserve.errors import CorruptArtifact, NotBuilt, RequestError
 from kserve.key import differences
 from kserve.server import hot
-from kserve.server.models import ResolveModel
+from kserve.server.models import ErrorAnswer, ResolveModel
 from kserve.service import KernelService
 from kserve.store.verify import verify as verify_store
 
-router = APIRouter()
+router = APIRouter(responses={"default": {"model": ErrorAnswer, "description": "An error; docs/errors.md lists the codes."}})
 _SHORTEST_PREFIX = 6
 
 

@@ -10,11 +10,11 @@ from fastapi import APIRouter
 
 from kserve import protocol
 from kserve.artifact import Manifest
-from kserve.server.models import KeysModel, PinModel, PruneModel
+from kserve.server.models import ErrorAnswer, KeysModel, PinModel, PruneModel
 from kserve.server.routes import Service, find
 from kserve.service import KernelService
 
-router = APIRouter()
+router = APIRouter(responses={"default": {"model": ErrorAnswer, "description": "An error; docs/errors.md lists the codes."}})
 
 
 @router.post(protocol.PRUNE)
