@@ -18,7 +18,7 @@ from kserve.build.plan import Plan, contract_of
 from kserve.build.planner import KernelRequest, MissingSources, Planner
 from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
-from kserve.build.staging import Staging
+from kserve.build.staging import Scratch, Staging
 from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildError,
@@ -55,8 +55,8 @@ class KernelService:
 
     def __init__(self, settings: Settings, store: FileStore) -> None:
         self.settings = settings
-        self._scratch = store.root / "tmp"
-        self.pool = Pool(settings, self._scratch)
+        self.scratch = Scratch(store.root / "tmp")
+        self.pool = Pool(settings, self.scratch)
         bounds = Bounds(settings.max_bytes, settings.max_files)
         locked = read_lock(settings.lock).keys if settings.lock and settings.lock.is_file() else frozenset()
         self.upkeep = Upkeep(store, bounds, in_use=lambda: (*self.leases.running, *locked))
@@ -154,7 +154,7 @@ class KernelService:
     async def _build(self, lease: Lease, plan: Plan, environment: Environment) -> Manifest:
         """Stage, compile, publish."""
         files = {name: self._source(name, digest) for name, digest in plan.files.items()}
-        staging = Staging(self._scratch, files)
+        staging = self.scratch.stage(files)
         lease.log = staging.log
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
@@ -255,7 +255,7 @@ class KernelService:
             rebuild(
                 manifests,
                 self.settings,
-                self._scratch / f"rebuild-{time.monotonic_ns()}",
+                self.scratch.home / f"rebuild-{time.monotonic_ns()}",
                 source=lambda digest: self.artifacts.get(f"source/{digest}"),
                 environments=self._environments,
             )

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kserve.build import reaper
-from kserve.build.staging import Staging
+from kserve.build.staging import Scratch, Staging
 from kserve.config import Settings, python_command, worker_environment
 from kserve.errors import BuildError, BuildTimeout, ToolchainMissing, from_wire
-from kserve.ownership import private_directory
 from kserve.toolchain.base import Fingerprint, Job
 
 _START_TIMEOUT_S = 120.0
@@ -51,7 +50,7 @@ class Worker:
     def __init__(self, language: str, environment: Environment, scratch: Path) -> None:
         self.language = language
         self.environment = environment
-        self.scratch = private_directory(scratch)
+        self.scratch = scratch
         self.n_jobs = 0
         self.dead = False
         self._is_last = False
@@ -185,10 +184,10 @@ class Pool:
     """All workers of a daemon.
 
     Args:
-        scratch: a directory for the workers' own files; each gets one in it.
+        scratch: the place for the workers' own files; each gets a directory in it.
     """
 
-    def __init__(self, settings: Settings, scratch: Path) -> None:
+    def __init__(self, settings: Settings, scratch: Scratch) -> None:
         self._settings = settings
         self._scratch = scratch
         self._slots = asyncio.Semaphore(settings.jobs)
@@ -206,7 +205,7 @@ class Pool:
         worker = self._workers.get(place)
         if worker is None or worker.dead:
             self._make_room()
-            worker = Worker(language, environment, self._scratch / f"worker-{next(self._numbers)}")
+            worker = Worker(language, environment, self._scratch.directory(f"worker-{next(self._numbers)}"))
             self._workers[place] = worker
             await worker.start(on_end=lambda session: self._tell_reaper(f"-{session}"))
             if worker.process is not None:

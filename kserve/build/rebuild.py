@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kserve.artifact import Manifest
 from kserve.build.plan import job_of
 from kserve.build.pool import Environment, Pool
-from kserve.build.staging import Staging
+from kserve.build.staging import Scratch, Staging
 from kserve.config import Settings
 from kserve.errors import BuildError, KserveError
 from kserve.key import build_key, digest_of
@@ -65,7 +65,7 @@ async def rebuild(
         environments: for a language and the digest of a compiler's files, where that compiler may be, the best place first.
     Raises: StoreError when the directory cannot be made.
     """
-    pool = Pool(settings, private_directory(scratch))
+    pool = Pool(settings, Scratch(private_directory(scratch)))
     comparison = _Comparison(pool, scratch, source, environments)
     waiting = iter(manifests)
     try:

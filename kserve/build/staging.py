@@ -1,4 +1,4 @@
-"""The private directory of one build.
+"""Where builds work: the private directory of one build, and the disk it lies on.
 
 src/      the declared files, under their relative names, and nothing else: the compiler's current directory
 out/      what the build gives: payload, result.json, one file an attachment
@@ -8,18 +8,27 @@ log.txt   everything the compiler printed
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kserve.errors import StoreError
+from kserve.ownership import private_directory
 
+logger = logging.getLogger("kserve")
 LOG_NAME = "log.txt"
 _LONGEST_LOG = 256 << 10
+# What a build may write: with less room than this its disk is as good as full.
+_ROOM_BYTES = 32 << 20
+_ROOM_FILES = 100
+_Made = TypeVar("_Made")
 
 
 class Staging:
@@ -65,3 +74,67 @@ class Staging:
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+
+
+class Scratch:
+    """The place for staging and workers' files: `tmp/` of the store, or while its disk refuses a directory under TMPDIR.
+
+    Args:
+        home: `tmp/` of the store.
+    """
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    @property
+    def refused(self) -> str:
+        """Why nothing can be staged in the store now; empty when it can. With little room left a build would be lost."""
+        with contextlib.suppress(OSError):  # one that is gone, or never was for want of room
+            self.home.mkdir(mode=0o700, exist_ok=True)
+        try:
+            found = os.statvfs(self.home)
+        except OSError as error:
+            return f"{self.home} cannot be used: {error.strerror}"
+        free, n_free = found.f_bavail * found.f_frsize, found.f_favail
+        if free < _ROOM_BYTES or (found.f_files and n_free < _ROOM_FILES):
+            return f"the disk of {self.home} is full: {free} bytes and {n_free} files are left"
+        return "" if os.access(self.home, os.W_OK | os.X_OK) else f"{self.home} cannot be written to"
+
+    def stage(self, files: Mapping[str, bytes]) -> Staging:
+        """A staging directory. Raises: StoreError when it cannot be made in either place."""
+        return self._made(lambda parent: Staging(parent, files))
+
+    def directory(self, name: str) -> Path:
+        """A private directory of that name. Raises: StoreError, ForeignPeer."""
+        return self._made(lambda parent: private_directory(parent / name))
+
+    def sweep(self) -> None:
+        """Remove what a killed daemon left unfinished. The caller holds the store's lock, so nobody is at work in there."""
+        for place in (self.home, _spare(self.home)):
+            with contextlib.suppress(OSError):
+                for entry in list(os.scandir(place)):
+                    _remove(entry)
+
+    def _made(self, make: Callable[[Path], _Made]) -> _Made:
+        reason = self.refused
+        if not reason:
+            try:
+                return make(self.home)
+            except StoreError as error:
+                reason = error.message
+        logger.warning("elsewhere place=%s error=%s", _spare(self.home), reason)
+        return make(private_directory(_spare(self.home)))
+
+
+def _spare(home: Path) -> Path:
+    """One place for each store, so that the next daemon can sweep it; what lies there is only trusted when it is ours alone."""
+    name = f"kserve-{os.getuid()}-{sha256(os.fsencode(home)).hexdigest()[:12]}"
+    return Path(tempfile.gettempdir()) / name
+
+
+def _remove(entry: os.DirEntry[str]) -> None:
+    with contextlib.suppress(OSError):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            os.unlink(entry.path)  # noqa: PTH108 - an entry of scandir

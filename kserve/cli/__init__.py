@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -123,16 +124,19 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _alive(settings: Any) -> bool:
-    """Whether a daemon holds the store: its lock says so, whatever became of its socket."""
+    """Whether a daemon holds the store: the lock on its directory says so, whatever became of its socket."""
     import fcntl
 
     try:
-        with (settings.store / "lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        directory = os.open(settings.store, os.O_RDONLY)
     except FileNotFoundError:
         return False
+    try:
+        fcntl.flock(directory, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    finally:
+        os.close(directory)
     return False
 
 

@@ -8,7 +8,6 @@ import fcntl
 import logging
 import os
 import resource
-import shutil
 import signal
 import socket
 import struct
@@ -16,14 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kserve.build.staging import Scratch
 from kserve.config import Settings
-from kserve.errors import ServiceError, StoreError
+from kserve.errors import ServiceError
 from kserve.ownership import identities, listens, private_runtime
 from kserve.server.hot import Activity, HotRoad
 from kserve.service import KernelService
@@ -67,14 +67,14 @@ def run(settings: Settings) -> None:
     """
     _set_up_log(settings.log)
     store = FileStore(settings.store, writable=True)
-    with _store_lock(settings.store, settings.socket) as lock:
-        _sweep(store)
+    with _store_lock(settings.store, settings.socket) as held:
+        Scratch(store.root / "tmp").sweep()
         _raise_descriptor_limit()
         listener = _listen(settings)
         ours = settings.socket.stat()
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(settings, store, listener, lock))
+                runner.run(_serve(settings, store, listener, held))
         finally:
             if _is_still(settings.socket, ours):  # not the socket of a daemon that came after us
                 settings.socket.unlink()
@@ -103,7 +103,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(settings: Settings, store: FileStore, listener: socket.socket, lock: IO[str]) -> None:
+async def _serve(settings: Settings, store: FileStore, listener: socket.socket, held: int) -> None:
     service = KernelService(settings, store)
     trusted = identities(settings.trusted_uids)
     ending: list[asyncio.Task[None]] = []
@@ -136,7 +136,7 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
     logger.info("listening socket=%s store=%s pid=%d", settings.socket, settings.store, os.getpid())
     service.upkeep.mend()
     warming = asyncio.create_task(service.prewarm())
-    watch = asyncio.create_task(_watch(app, service, lock, stop))
+    watch = asyncio.create_task(_watch(app, service, held, stop))
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -145,12 +145,12 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         await service.close()
 
 
-async def _watch(app: HotRoad, service: KernelService, lock: IO[str], stop: Callable[[], None]) -> None:
+async def _watch(app: HotRoad, service: KernelService, held: int, stop: Callable[[], None]) -> None:
     """End the server when it has been idle for long enough, or its store was removed: the next one makes a new store."""
     idle_s = service.settings.idle_s
     while True:
         await asyncio.sleep(min(1.0, idle_s / 4))
-        if not _is_still(service.artifacts.files.root / "lock", os.fstat(lock.fileno())):
+        if not _is_still(service.artifacts.files.root, os.fstat(held)):
             logger.error("gone store=%s", service.artifacts.files.root)
             stop()
             return
@@ -188,48 +188,41 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _store_lock(root: Path, path: Path) -> Iterator[IO[str]]:
-    """Hold the store's lock, the open file; the kernel frees it however this process ends.
+def _store_lock(root: Path, path: Path) -> Iterator[int]:
+    """Hold the store, by a lock on its directory: a disk that takes no more files has that too. The kernel frees it.
 
+    Yields: the directory's descriptor.
     Raises: ServiceError when another daemon holds it and serves the socket at `path`, or does not end.
     """
+    held = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        file: IO[str] = (root / "lock").open("a+")
-    except OSError as error:
-        raise StoreError(f"{root / 'lock'} cannot be opened: {error.strerror}") from None
-    with file:
         until = time.monotonic() + _ENDING_S
-        while not _locked(file):
+        while not _locked(held):
             if listens(path) or time.monotonic() > until:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
                 raise ServiceError(
-                    f"store {root} already has a daemon (pid {holder})", hint="kserve status shows it, kserve down ends it"
+                    f"store {root} already has a daemon (pid {_holder(root)})",
+                    hint="kserve status shows it, kserve down ends it",
                 )
             time.sleep(0.01)  # its holder answers nobody: it is on its way out
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
-        yield file
+        with contextlib.suppress(OSError):  # only to tell people who it is
+            (root / "lock").write_text(str(os.getpid()))
+        yield held
+    finally:
+        os.close(held)
 
 
-def _locked(file: IO[str]) -> bool:
+def _locked(descriptor: int) -> bool:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _sweep(store: FileStore) -> None:
-    """Remove what a killed daemon left unfinished. The lock is ours, so nobody is at work in there."""
-    for entry in (store.root / "tmp").iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                entry.unlink()
+def _holder(root: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (root / "lock").read_text(errors="replace").strip() or "unknown"
+    return "unknown"
 
 
 def _set_up_log(level: str) -> None:

@@ -81,7 +81,7 @@ def _store_status(service: KernelService) -> dict[str, Any]:
         "layers": [str(store.root) for store in artifacts.layers.stores],
         "refused_layers": {str(root): why for root, why in artifacts.layers.refused.items()},
         "index": upkeep.index.stale or "sound",
-        "degraded": artifacts.degraded,
+        "degraded": artifacts.degraded or service.scratch.refused,
     }
 
 

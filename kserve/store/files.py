@@ -9,7 +9,7 @@
     index/                        the daemon's memory of sizes and references (index.py)
     quarantine/                   damaged records, kept for a look
     tmp/                          unfinished writes and the workers' staging directories
-    lock                          held by the daemon for its life
+    lock                          pid of the daemon, which holds a lock on the directory for its life
     KSERVE_STORE                  says that this directory is a store
 
 A record is written to `tmp/`, synced and renamed, so a reader sees all of it or nothing. No path inside is absolute: the
@@ -19,17 +19,20 @@ directory can be moved, copied or mounted read-only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kserve.errors import StoreError
 from kserve.key import digest_of
-from kserve.ownership import network_file_system, private_directory
+from kserve.ownership import identities, network_file_system, private_directory, refuse_foreign
 from kserve.store.base import KINDS, check_content, checked, checked_kind, is_key, matches
 
 MARKER = "KSERVE_STORE"
 _SUFFIXES = {"manifest": ".json"}
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_ELSEWHERE = "set KSERVE_STORE to a directory of its own that this user can write to"
 
 
 class FileStore:
@@ -51,12 +54,28 @@ class FileStore:
         self.writable = writable
         self.n_quarantined = 0
         self.on_quarantine: Callable[[str], object] = str
+        self._is_set_up = False
         if writable:
             _refuse_network(root)
             private_directory(root)
-            _claim(root)
-            for name in (*KINDS, "quarantine", "tmp"):
-                private_directory(root / name)
+            _refuse_other_content(root)
+            try:
+                self._set_up()
+            except OSError as error:  # one that was a store before, or has no room now, becomes one when the disk takes it
+                if error.errno not in _NO_ROOM and not (root / MARKER).exists():
+                    raise StoreError(f"directory {root} cannot be used as a store: {error.strerror}", hint=_ELSEWHERE) from None
+
+    def _set_up(self) -> None:
+        """Mark the directory as a store, make what belongs into it. Raises: OSError; ForeignPeer for what is not ours alone."""
+        marker = self.root / MARKER
+        for name in (*KINDS, "quarantine", "tmp"):
+            path = self.root / name
+            path.mkdir(mode=0o700, exist_ok=True)
+            refuse_foreign(path, path.lstat(), uids=identities())
+        if not marker.exists():
+            marker.write_text("This directory is a kserve store: docs/architecture.md says what lies in it.\n")
+            marker.chmod(0o400)
+        self._is_set_up = True
 
     def path(self, name: str) -> Path:
         """Where that record lies, or would."""
@@ -92,6 +111,8 @@ class FileStore:
         check_content(self, name, content)
         temporary = self.root / "tmp" / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
         try:
+            if not (self._is_set_up and path.parent.parent.is_dir()):
+                self._set_up()
             if not path.parent.is_dir():
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 _sync_directory(path.parent.parent)
@@ -219,20 +240,13 @@ def _refuse_network(root: Path) -> None:
         )
 
 
-def _claim(root: Path) -> None:
-    """Mark the directory as a store. Raises: StoreError when it holds something and is none: nothing in it is touched."""
-    marker = root / MARKER
+def _refuse_other_content(root: Path) -> None:
+    """Raises StoreError when the directory holds something and is no store: nothing in it is touched."""
     try:
-        if not marker.exists():
-            if any(root.iterdir()):
-                raise StoreError(
-                    f"directory {root} is not empty and no kserve store: nothing in it was touched",
-                    hint="set KSERVE_STORE to a directory of its own",
-                )
-            marker.write_text("This directory is a kserve store: docs/architecture.md says what lies in it.\n")
-            marker.chmod(0o400)
+        if not (root / MARKER).exists() and any(root.iterdir()):
+            raise StoreError(f"directory {root} is not empty and no kserve store: nothing in it was touched", hint=_ELSEWHERE)
     except OSError as error:
-        raise StoreError(f"directory {root} cannot be used as a store: {error.strerror}") from None
+        raise StoreError(f"directory {root} cannot be used as a store: {error.strerror}", hint=_ELSEWHERE) from None
 
 
 def _sync_directory(path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+import stat
 from collections.abc import Iterator
 from typing import Any
 
@@ -348,17 +349,12 @@ def test_a_file_that_is_also_a_folder_is_refused(served: Daemon, connection: Con
 
 
 @pytest.mark.toolchain
-def test_a_fault_of_the_disk_is_an_error_and_passes(served: Daemon, connection: Connection):
-    """Where nothing can be staged the caller learns it, and the next call after the repair builds."""
+def test_a_staging_directory_that_was_taken_away_is_made_again(served: Daemon, connection: Connection):
     ask(connection, served.settings, "scale")
     scratch = served.settings.store / "tmp"
     scratch.rename(scratch.with_name("away"))
-    try:
-        for _ in range(2):
-            assert ask(connection, served.settings, "scale", size=71)["error"]["code"] == "store-unusable"
-    finally:
-        scratch.with_name("away").rename(scratch)
     assert ask(connection, served.settings, "scale", size=71)["variants"][0]["origin"] == "built"
+    assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
 
 
 def test_status_of_a_daemon_that_never_idles_out():

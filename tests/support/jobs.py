@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kserve.build.pool import Environment, Pool
-from kserve.build.staging import Staging
+from kserve.build.staging import Scratch, Staging
 from kserve.config import Settings
 from kserve.toolchain.base import Job, JobArgument
 from tests.support import slow_kernel
@@ -42,7 +42,7 @@ async def pool(root: Path, **settings: Any) -> AsyncIterator[Pool]:
     """A pool that works under `root`/store/tmp, closed with the block."""
     scratch = root / "store" / "tmp"
     scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = Pool(Settings(**settings), scratch)
+    found = Pool(Settings(**settings), Scratch(scratch))
     try:
         yield found
     finally:
