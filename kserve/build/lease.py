@@ -21,6 +21,7 @@ class Lease:
     """The sole right to build one key, and afterwards the record of that build.
 
     Attributes:
+        number:  counts up, whatever becomes of the clock.
         state:   queued, running, done or failed.
         reason:  why the key had to be built.
         starter: the client whose request began it; joiners are the others that waited for it.
@@ -29,6 +30,7 @@ class Lease:
     """
 
     def __init__(self, number: int, *, key: str, name: str, target: str, variant: str, starter: str) -> None:
+        self.number = number
         self.id = f"b{number}"
         self.key = key
         self.name = name
@@ -180,7 +182,7 @@ class Leases:
         """Builds that wait in front of it."""
         if lease.state != "queued":
             return 0
-        return sum(other.state == "queued" and other.asked_at < lease.asked_at for other in self.running.values())
+        return sum(other.state == "queued" and other.number < lease.number for other in self.running.values())
 
     def find(self, build_id: str) -> Lease | None:
         return next((lease for lease in self.all() if lease.id == build_id), None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kserve.build import reaper
+from kserve.build.limits import is_limit, no_process
 from kserve.build.staging import Scratch, Staging
 from kserve.config import Settings, python_command, worker_environment
 from kserve.errors import BuildError, BuildTimeout, ToolchainMissing, from_wire
@@ -79,13 +80,17 @@ class Worker:
                 )
         except (OSError, ValueError) as error:  # ValueError: a null byte in the name
             self.dead = True
-            missing = ToolchainMissing(
-                f"interpreter {self.environment.python!r} cannot be run by the daemon: {error}",
-                hint="run the daemon where the client's interpreter exists, or mount the store read-only",
-            )
-            self.fingerprint.set_exception(missing)
+            self.fingerprint.set_exception(self._not_started(error))
             return
         self._attending = asyncio.create_task(self._attend(on_end))
+
+    def _not_started(self, error: Exception) -> BuildError:
+        if is_limit(error):
+            return no_process(f"the {self.language} worker", error)
+        return ToolchainMissing(
+            f"interpreter {self.environment.python!r} cannot be run by the daemon: {error}",
+            hint="run the daemon where the client's interpreter exists, or mount the store read-only",
+        )
 
     async def _attend(self, on_end: Callable[[int], None]) -> None:
         """Hear the worker until it ends or talks nonsense, then end everything it started."""
@@ -204,6 +209,7 @@ class Pool:
         place = (language, environment.python, environment.python_path)
         worker = self._workers.get(place)
         if worker is None or worker.dead:
+            self._start_reaper()  # before there is anything to kill
             self._make_room()
             worker = Worker(language, environment, self._scratch.directory(f"worker-{next(self._numbers)}"))
             self._workers[place] = worker
@@ -289,10 +295,11 @@ class Pool:
             for worker in self._workers.values()
         ]
 
-    def _tell_reaper(self, line: str) -> None:
-        if self._closing:
+    def _start_reaper(self) -> None:
+        """Start it if it does not run, and tell it of every living worker. Raises: BuildError."""
+        if self._closing or (self._reaper is not None and self._reaper.poll() is None):
             return
-        if self._reaper is None or self._reaper.poll() is not None:
+        try:
             self._reaper = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__],
                 stdin=subprocess.PIPE,
@@ -300,13 +307,22 @@ class Pool:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            self._retired = [worker for worker in self._retired if not worker.dead]
-            workers = (*self._workers.values(), *self._retired)
-            living = [worker.process.pid for worker in workers if worker.process and not worker.dead]
-            line = "\n".join(f"+{session}" for session in living)
-        assert self._reaper.stdin is not None
+        except OSError as error:
+            raise no_process("the process that ends compilers with their daemon", error) from None
+        self._retired = [worker for worker in self._retired if not worker.dead]
+        workers = (*self._workers.values(), *self._retired)
+        self._write_to_reaper("\n".join(f"+{worker.process.pid}" for worker in workers if worker.process and not worker.dead))
+
+    def _tell_reaper(self, line: str) -> None:
+        with contextlib.suppress(BuildError):  # the next worker's start tries again, and tells it of all
+            self._start_reaper()
+            self._write_to_reaper(line)
+
+    def _write_to_reaper(self, text: str) -> None:
+        if self._closing or self._reaper is None or self._reaper.stdin is None:
+            return
         with contextlib.suppress(OSError, ValueError):  # closed, or killed this instant: the next call starts another
-            self._reaper.stdin.write(f"{line}\n".encode())
+            self._reaper.stdin.write(f"{text}\n".encode())
             self._reaper.stdin.flush()
 
     async def close(self) -> None:
@@ -316,4 +332,5 @@ class Pool:
             worker.kill()
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
-            await asyncio.to_thread(self._reaper.wait)
+            while self._reaper.poll() is None:  # not in a thread: there may be no room for one
+                await asyncio.sleep(0.005)

@@ -19,8 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kserve.errors import StoreError
-from kserve.ownership import private_directory
+from kserve.errors import ForeignPeer, StoreError
+from kserve.ownership import identities, private_directory, refuse_foreign
 
 logger = logging.getLogger("kserve")
 LOG_NAME = "log.txt"
@@ -110,8 +110,12 @@ class Scratch:
 
     def sweep(self) -> None:
         """Remove what a killed daemon left unfinished. The caller holds the store's lock, so nobody is at work in there."""
-        for place in (self.home, _spare(self.home)):
-            with contextlib.suppress(OSError):
+        places = [self.home]
+        with contextlib.suppress(StoreError):
+            places.append(self._spare())
+        for place in places:
+            with contextlib.suppress(OSError, ForeignPeer):  # nothing there, or not ours: it may be a link to anything
+                refuse_foreign(place, place.lstat(), uids=identities())
                 for entry in list(os.scandir(place)):
                     _remove(entry)
 
@@ -122,14 +126,23 @@ class Scratch:
                 return make(self.home)
             except StoreError as error:
                 reason = error.message
-        logger.warning("elsewhere place=%s error=%s", _spare(self.home), reason)
-        return make(private_directory(_spare(self.home)))
+        try:
+            made = make(private_directory(self._spare()))
+        except StoreError as error:
+            raise StoreError(error.message, facts={"store": reason}, hint="free space, or set TMPDIR to another disk") from None
+        logger.warning("elsewhere place=%s error=%s", self._spare(), reason)
+        return made
 
+    def _spare(self) -> Path:
+        """One place for each store, so that the next daemon can sweep it; it is used only when it is ours alone.
 
-def _spare(home: Path) -> Path:
-    """One place for each store, so that the next daemon can sweep it; what lies there is only trusted when it is ours alone."""
-    name = f"kserve-{os.getuid()}-{sha256(os.fsencode(home)).hexdigest()[:12]}"
-    return Path(tempfile.gettempdir()) / name
+        Raises: StoreError when there is no place for temporary files.
+        """
+        name = f"kserve-{os.getuid()}-{sha256(os.fsencode(self.home)).hexdigest()[:12]}"
+        try:
+            return Path(tempfile.gettempdir()) / name
+        except FileNotFoundError as error:
+            raise StoreError(f"nothing can be staged: {error.strerror}") from None
 
 
 def _remove(entry: os.DirEntry[str]) -> None:

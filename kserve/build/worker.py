@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kserve.build.limits import is_limit, no_process
 from kserve.build.reaper import kill_session
 from kserve.build.sandbox import World
 from kserve.build.staging import LOG_NAME
@@ -39,6 +40,11 @@ def main() -> None:
         _say({"event": "ready", "fingerprint": toolchain.fingerprint()._asdict()})
     except KserveError as error:
         _say({"event": "failed", "error": error.to_wire()})
+        return
+    except OSError as error:
+        if not is_limit(error):
+            raise
+        _say({"event": "failed", "error": no_process(f"a process of the {language} toolchain", error).to_wire()})
         return
     _serve(toolchain, World(toolchain.roots()))
     kill_session(os.getsid(0), spare=os.getpid())
@@ -76,7 +82,11 @@ def _serve(toolchain: Toolchain, world: World) -> None:
             *lines, buffered = (buffered + received).split(b"\n")
             for line in lines:
                 order = json.loads(line)
-                pid = _start(toolchain, order, world)
+                try:
+                    pid = _start(toolchain, order, world)
+                except OSError as error:
+                    _refuse(order, error)
+                    continue
                 children[pid] = order["id"]
                 _say({"event": "started", "id": order["id"], "pid": pid})
 
@@ -116,6 +126,13 @@ def _start(toolchain: Toolchain, order: dict[str, Any], world: World) -> int:
         os._exit(status)
 
 
+def _refuse(order: dict[str, Any], error: OSError) -> None:
+    """Answer a job for which there is no process."""
+    with contextlib.suppress(OSError):
+        _leave(Path(order["directory"]) / "out", {"error": no_process("a process for the compile", error).to_wire()})
+    _say({"event": "finished", "id": order["id"], "status": 1})
+
+
 def _become_job(directory: Path, memory_bytes: int) -> None:
     """Leave everything of the worker behind: pipes, signals, directory, caches, priority."""
     os.setpgid(0, 0)
@@ -150,7 +167,18 @@ def _run(toolchain: Toolchain, order: dict[str, Any], *, closed_world: bool) -> 
         answer = {"error": error.to_wire()}
     except Exception as error:  # a job may fail in any way: it is this job's answer  # noqa: BLE001
         traceback.print_exc()
-        answer = {"error": BuildError(f"the {order['job']['language']} toolchain failed: {error!r}").to_wire()}
+        answer = {"error": _fault(order["job"]["language"], error).to_wire()}
+    _leave(out, answer)
+
+
+def _fault(language: str, error: Exception) -> BuildError:
+    if is_limit(error):
+        return no_process(f"a process of the {language} toolchain", error)
+    return BuildError(f"the {language} toolchain failed: {error!r}")
+
+
+def _leave(out: Path, answer: dict[str, Any]) -> None:
+    """Write the answer, whole or not at all."""
     temporary = out / "result.json.tmp"
     temporary.write_text(json.dumps(answer))
     temporary.rename(out / "result.json")

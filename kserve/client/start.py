@@ -30,33 +30,49 @@ def start_daemon(settings: Settings, *, idle_s: float) -> None:
 
     Raises: what kept it from starting; DaemonUnreachable with the end of its log when it took too long or crashed.
     """
+    folder, log = private_runtime(settings.socket), log_path(settings)
+    try:
+        with _held(folder / "start.lock"):
+            if not listens(settings.socket) and _start(settings, idle_s, log) != 0:
+                raise _reason(settings, log.read_text(errors="replace").strip() if log.exists() else "")
+    except OSError as error:
+        raise DaemonUnreachable(
+            f"a kserve daemon for store {settings.store} could not be started: {error}",
+            hint="its socket and log lie in the directory that KSERVE_RUNTIME_DIR names",
+        ) from None
+
+
+def _start(settings: Settings, idle_s: float, log: Path) -> int:
+    """Run the first of the two processes to its end; its exit status. Raises: OSError."""
     import subprocess
 
-    folder = private_runtime(settings.socket)
-    with _held(folder / "start.lock"):
-        if listens(settings.socket):
-            return
-        log = log_path(settings)
+    environment = daemon_environment()
+    environment.update(KSERVE_STORE=settings.stores, KSERVE_RUNTIME_DIR=str(settings.runtime_dir))
+    descriptor = _opened(log)
+    try:
+        done = subprocess.run(
+            python_command(sys.executable, "kserve.server.boot", str(idle_s)),
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+            cwd="/",
+            env=environment,
+            start_new_session=True,
+            check=False,
+        )
+    finally:
+        os.close(descriptor)
+    return done.returncode
+
+
+def _opened(log: Path) -> int:
+    """A new log file; nothing where the disk has no room for one: the daemon runs all the same."""
+    try:
         if log.exists():
             log.replace(log.with_suffix(".log.1"))
-        environment = daemon_environment()
-        environment.update(KSERVE_STORE=settings.stores, KSERVE_RUNTIME_DIR=str(settings.runtime_dir))
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            done = subprocess.run(
-                python_command(sys.executable, "kserve.server.boot", str(idle_s)),
-                stdin=subprocess.DEVNULL,
-                stdout=descriptor,
-                stderr=descriptor,
-                cwd="/",
-                env=environment,
-                start_new_session=True,
-                check=False,
-            )
-        finally:
-            os.close(descriptor)
-        if done.returncode != 0:
-            raise _reason(settings, log.read_text(errors="replace").strip())
+        return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError:
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 def _reason(settings: Settings, text: str) -> KserveError:

@@ -11,7 +11,7 @@ import sys
 import time
 
 from kserve.config import Settings, load_settings
-from kserve.errors import KserveError, ToolchainMissing
+from kserve.errors import DaemonUnreachable, KserveError, ToolchainMissing
 from kserve.ownership import listens
 
 _START_TIMEOUT_S = 30.0
@@ -47,7 +47,10 @@ def run(settings: Settings) -> None:
 
 def _fork_orphan(settings: Settings) -> int | None:
     """Fork; None in the child, which is to become the daemon. In the parent: 0 when the child answers, 1 when it ended."""
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        raise DaemonUnreachable(f"the daemon's process could not be started: {error}") from None
     if pid == 0:
         os.setsid()
         return None

@@ -12,8 +12,10 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +23,10 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from kserve.build.limits import no_process
 from kserve.build.staging import Scratch
 from kserve.config import Settings
-from kserve.errors import ServiceError
+from kserve.errors import ServiceError, StoreError
 from kserve.ownership import identities, listens, private_runtime
 from kserve.server.hot import Activity, HotRoad
 from kserve.service import KernelService
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("kserve")
 _BACKLOG = 1024
 _GRACE_S = 2
+_N_THREADS = 4
 _ENDING_S = 6.0  # longer than a daemon takes to go down
 _PEER_FORMAT = "3i"  # struct ucred: pid, uid, gid
 
@@ -77,7 +81,8 @@ def run(settings: Settings) -> None:
                 runner.run(_serve(settings, store, listener, held))
         finally:
             if _is_still(settings.socket, ours):  # not the socket of a daemon that came after us
-                settings.socket.unlink()
+                with contextlib.suppress(OSError):  # the next one replaces it
+                    settings.socket.unlink()
             logger.info("ended pid=%d", os.getpid())
 
 
@@ -103,7 +108,21 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _start_threads() -> ThreadPoolExecutor:
+    """Threads for slow look-ups, all of them started now: later the limit on processes may be reached. Raises: BuildError."""
+    threads, together = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="kserve"), threading.Barrier(_N_THREADS)
+    try:
+        started = [threads.submit(together.wait) for _ in range(_N_THREADS)]  # none is idle before all of them run
+    except RuntimeError as error:
+        together.abort()
+        raise no_process("a thread of the daemon", error) from None
+    for thread in started:
+        thread.result()
+    return threads
+
+
 async def _serve(settings: Settings, store: FileStore, listener: socket.socket, held: int) -> None:
+    asyncio.get_running_loop().set_default_executor(_start_threads())
     service = KernelService(settings, store)
     trusted = identities(settings.trusted_uids)
     ending: list[asyncio.Task[None]] = []
@@ -171,11 +190,15 @@ def _listen(settings: Settings) -> socket.socket:
     """
     path = settings.socket
     private_runtime(path)
-    path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     previous = os.umask(0o177)
     try:
+        path.unlink(missing_ok=True)
         listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        hint = "set KSERVE_RUNTIME_DIR to a directory this user can write to"
+        raise StoreError(f"socket {path} cannot be made: {error.strerror}", hint=hint) from None
     finally:
         os.umask(previous)
     if settings.trusted_uids:

@@ -34,7 +34,7 @@ class Activity:
     """How busy the daemon is: requests under way, and when the last one went."""
 
     def __init__(self) -> None:
-        self.started_at = time.time()
+        self.started_at = time.monotonic()
         self.n_open = 0
         self.last_request = time.monotonic()
 

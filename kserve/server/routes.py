@@ -50,7 +50,7 @@ async def status(request: Request, service: Service) -> dict[str, Any]:
         "version": kserve.__version__,
         "protocol": protocol.PROTOCOL,
         "pid": os.getpid(),
-        "uptime_s": time.time() - request.app.state.activity.started_at,
+        "uptime_s": time.monotonic() - request.app.state.activity.started_at,
         "socket": str(service.settings.socket),
         "idle_s": service.settings.idle_s if math.isfinite(service.settings.idle_s) else None,
         "jobs": service.settings.jobs,

@@ -89,6 +89,8 @@ class TritonToolchain:
         gpu = GPUTarget(target.backend, arch, _WARP_SIZE[target.backend])
         try:
             compiled = self._triton.compile(source, target=gpu, options=dict(job.options))
+        except BlockingIOError:  # no process for the assembler: that says nothing about the source
+            raise
         except Exception as error:  # whatever the compiler raises is its answer to this source
             facts = {"compiler": "\n" + str(error).strip()}
             raise CompileFailed(_sentence(error), facts=facts, hint=_hint(error)) from error

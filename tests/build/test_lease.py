@@ -235,3 +235,20 @@ def test_builds_are_listed_running_first_then_newest_first():
         assert running.to_json()["error"] is None
 
     asyncio.run(body())
+
+
+def test_what_waits_in_front_is_counted_whatever_becomes_of_the_clock(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        leases, go = Leases(failure_memory_s=MEMORY_S), asyncio.Event()
+
+        async def build(lease: Lease) -> Any:
+            await go.wait()
+
+        first = start(leases, build, key="first")
+        monkeypatch.setattr(time, "time", lambda: first.asked_at - 1e9)
+        second = start(leases, build, key="second")
+        assert (leases.n_ahead(first), leases.n_ahead(second)) == (0, 1)
+        go.set()
+        await asyncio.gather(first.task, second.task)
+
+    asyncio.run(body())

@@ -559,15 +559,6 @@ def test_without_autostart_a_short_lived_daemon_builds(root: Path):
     assert workers(root) == []
 
 
-def test_a_store_that_went_away_does_not_end_the_daemon(root: Path):
-    with daemon(root) as found:
-        shutil.rmtree(root / "store")
-        assert answers(found.settings)
-        with contextlib.suppress(KserveError), contextlib.closing(found.connection()) as connection:
-            ask(connection, found.settings, "scale")
-        assert answers(found.settings)
-
-
 def test_nothing_but_http_costs_only_that_connection(root: Path):
     with daemon(root) as found:
         for content in (b"", b"\r\n\r\n", b"\x16\x03\x01" * 100, b"GET / HTTP/9.9\r\n\r\n", b"G" * 100_000):
