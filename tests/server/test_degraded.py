@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.support.clients import ASK
 from tests.support.daemon import Daemon, assert_sound, daemon, variables
 from tests.support.definitions import write_cuda, write_triton
 from tests.support.disks import FAULTS, Disk, small_disk
-from tests.support.processes import daemon_pid, kserve, wait_for
+from tests.support.processes import REPOSITORY, daemon_pid, kserve, wait_for
 from tests.support.users import SOMEBODY, give, interpreter, run_as
 
 pytestmark = [pytest.mark.toolchain, pytest.mark.slow]
@@ -400,3 +401,14 @@ def test_files_of_another_time(root: Path, when: float, monkeypatch: pytest.Monk
     with daemon(root):
         assert (again(size=1).origin, again(size=1).digest) == ("disk", first.digest)
         assert again(size=2).origin == "built"
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root has mounted already")
+def test_disks_again_in_a_namespace_where_this_user_may_mount():
+    """The tests above that were skipped for want of the right."""
+    command = ["unshare", "-U", "-r", "-m", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run([*command, "-k", "disk and not again"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if "unshare failed" in done.stderr:
+        pytest.skip("no user namespaces here")
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout
