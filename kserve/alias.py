@@ -6,8 +6,10 @@ daemon. A stamp is size, modification time, change time (both in ns) and inode. 
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ ALIAS_SCHEMA = 1
 _MOST_STAMPS = 2000
 # File systems count time in ticks of up to 10 ms: a file younger than this may change again under the same stamp.
 _TICK_NS = 50_000_000
+_BYTECODE = "__pycache__"
 
 Stamps = dict[str, list[int]]
 
@@ -94,11 +97,12 @@ def _paths(roots: list[str], folder: str) -> Iterator[str]:
         yield root
         yield f"{root}/kernel.toml"
         for entry in sorted(os.scandir(root), key=lambda entry: entry.name) if os.path.isdir(root) else ():  # noqa: PTH112
-            if entry.is_dir():
+            if entry.is_dir() and entry.name != _BYTECODE:
                 yield entry.path
                 yield f"{entry.path}/kernel.toml"
     for tree in (folder, f"{os.path.dirname(folder)}/include"):  # noqa: PTH120 - texts, as they are stored
-        for place, _, files in os.walk(tree):
+        for place, folders, files in os.walk(tree):
+            folders[:] = [name for name in folders if name != _BYTECODE]
             yield place
             yield from (f"{place}/{file}" for file in sorted(files))
 
@@ -114,28 +118,54 @@ def _relative(path: str, roots: list[str]) -> str | None:
 
 
 def stamp(path: str) -> list[int]:
-    """Size, modification and change time in ns, inode; empty where there is no such file."""
+    """Size, modification and change time in ns, inode; of a directory a hash of its names, not the size. Empty for none."""
     try:
         found = os.stat(path)  # noqa: PTH116 - many of them a look: half the time without a Path
     except OSError:
         return []
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    first = _names(path) if stat.S_ISDIR(found.st_mode) else found.st_size
+    return [first, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
-def changed_since(stamps: Mapping[str, list[int]], roots: list[str], seen: dict[str, list[int]]) -> str:
+def is_as_it_was(path: str, stated: list[int]) -> bool:
+    """Whether the file or directory still has that stamp.
+
+    A directory is looked into only when its times differ: bytecode that appears beside a source changes them and no more.
+    """
+    try:
+        found = os.stat(path)  # noqa: PTH116 - as above
+    except OSError:
+        return not stated
+    if len(stated) != 4 or found.st_ino != stated[3]:
+        return False
+    same_times = [found.st_mtime_ns, found.st_ctime_ns] == stated[1:3]
+    if stat.S_ISDIR(found.st_mode):
+        return same_times or _names(path) == stated[0]
+    return same_times and found.st_size == stated[0]
+
+
+def _names(path: str) -> int:
+    try:
+        names = sorted(name for name in os.listdir(path) if name != _BYTECODE)  # noqa: PTH208 - names alone
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.sha256("\0".join(names).encode(errors="surrogateescape")).digest()[:7])
+
+
+def changed_since(stamps: Mapping[str, list[int]], roots: list[str], seen: dict[tuple[str, int], bool]) -> str:
     """The first file that is not as it was; empty when all are.
 
     Args:
-        seen: stamps taken a moment ago, by path; those taken now are added.
+        seen: what was found a moment ago, by path and stated change time; what is found now is added.
     """
     for name, stated in stamps.items():
         position, _, rest = name.partition("/")
         if not position.isdecimal() or int(position) >= len(roots):
             return name
         path = f"{roots[int(position)]}/{rest}" if rest else roots[int(position)]
-        found = seen.get(path)
-        if found is None:
-            found = seen[path] = stamp(path)
-        if found != stated:
+        place = (path, stated[2] if len(stated) > 2 else 0)
+        if place not in seen:
+            seen[place] = is_as_it_was(path, stated)
+        if not seen[place]:
             return path
     return ""

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kserve.alias import stamp
+from kserve.alias import is_as_it_was
 from kserve.build.pool import Environment, Pool
 from kserve.errors import ProtocolMismatch
 from kserve.key import canonical_json, digest_of
@@ -101,7 +101,7 @@ class Fingerprints:
             found = Fingerprint(**self._known[place])
             if time.monotonic() < self._trusted_until.get(place, 0.0):
                 return found
-            if all(stamp(path) == stated for path, stated in found.stamps.items()):
+            if all(is_as_it_was(path, stated) for path, stated in found.stamps.items()):
                 self._trusted_until[place] = time.monotonic() + _TRUSTED_S
                 return found
         return None

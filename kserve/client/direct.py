@@ -6,11 +6,12 @@ says it without any of these. Everything read is verified. Whatever is in doubt 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kserve.alias import Alias, alias_from_bytes, changed_since, request_digest, stamp
+from kserve.alias import Alias, alias_from_bytes, changed_since, is_as_it_was, request_digest
 from kserve.artifact import Artifact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
@@ -48,8 +49,12 @@ class Local:
         self.places = (self.settings.store, *self.settings.layers)
         self._uids = identities(self.settings.trusted_uids) | {0}
         self._stores: list[FileStore] = []
-        self.lock = _lock_of(self.settings)
         self._trusted: dict[str, float] = {}
+
+    @functools.cached_property
+    def lock(self) -> Lock | None:
+        """The lock in force. Raises: RequestError when it cannot be read."""
+        return _lock_of(self.settings)
 
     @property
     def stores(self) -> list[FileStore]:
@@ -109,7 +114,7 @@ def _stamps_hold(content: bytes) -> bool:
     import json
 
     stamps: dict[str, list[int]] = json.loads(content)
-    return all(stamp(path) == stated for path, stated in stamps.items())
+    return all(is_as_it_was(path, stated) for path, stated in stamps.items())
 
 
 def _lock_of(settings: Settings) -> Lock | None:
@@ -158,7 +163,7 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     here = local()
     lock = here.lock if locked else None
     names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
-    seen: dict[str, list[int]] = {}
+    seen: dict[tuple[str, int], bool] = {}
     found: dict[int, list[Artifact]] = {}
     why = dict.fromkeys(range(len(wanted)), "")
     for position, wish in enumerate(wanted):
@@ -202,7 +207,7 @@ def _named(here: Local, locked: Locked) -> list[Artifact]:
     return found
 
 
-def _aliased(here: Local, wish: Wanted, seen: dict[str, list[int]]) -> list[Artifact]:
+def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> list[Artifact]:
     """What the wish's alias names, while everything it was made of is as it was. Raises: _Doubt."""
     if not here.stores:
         raise _Doubt("there is no store yet that this process can trust")

@@ -146,6 +146,13 @@ def test_a_folder_that_becomes_a_kernels_is_noticed(folder: Path, monkeypatch: p
         again()
 
 
+def test_bytecode_beside_a_source_is_no_change(alone: Path):
+    for place in (alone, alone.parent):
+        (place / "__pycache__").mkdir()
+        (place / "__pycache__" / "kernel.cpython-312.pyc").touch()
+    assert again().origin == "disk"
+
+
 def test_an_edit_and_its_revert(folder: Path):
     settle(folder)
     first = again()
@@ -208,7 +215,7 @@ def test_a_store_that_others_can_write_to_is_not_read(alone: Path, own_place: Pa
 
 
 def test_a_compiler_whose_files_changed_is_noticed(alone: Path, own_place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kserve.client.direct.stamp", lambda path: [0, 0, 0, 0])
+    monkeypatch.setattr("kserve.client.direct.is_as_it_was", lambda path, stated: False)
     with pytest.raises(DaemonUnreachable):
         again()
 

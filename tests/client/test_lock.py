@@ -143,9 +143,9 @@ def test_everything_the_store_holds_can_be_locked(kernels: Path, own_place: Path
     for size in (8, 16, 24):
         get_kernel("scale", target=TARGET, size=size)
     path = own_place / "all.lock"
-    done = kserve("lock", "--all", "--file", str(path))
+    monkeypatch.setenv("KSERVE_LOCK", str(path))  # not there yet
+    done = kserve("lock", "--all")
     assert done.returncode == 0, done.stderr
     assert {locked.spec["size"] for locked in read_lock(path).kernels} == {8, 16, 24}
-    monkeypatch.setenv("KSERVE_LOCK", str(path))
     client.forget()
     assert get_kernel("scale", target=TARGET, size=24).origin == "disk"
