@@ -159,6 +159,7 @@ class KernelService:
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
             await self._check_compiler(plan, environment)
+            lease.cpu_s = built["cpu_s"]
             manifest = await asyncio.to_thread(self._publish, plan, _built(built), staging, lease)
             self.counters["built"] += 1
             logger.info(

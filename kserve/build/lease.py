@@ -24,6 +24,7 @@ class Lease:
         number:  counts up, whatever becomes of the clock.
         state:   queued, running, done or failed.
         reason:  why the key had to be built.
+        cpu_s:   processor seconds of the compile.
         starter: the client whose request began it; joiners are the others that waited for it.
         owed:    clients that were told "pending" and have not come back for the result.
         log:     returns the compiler's output so far.
@@ -43,6 +44,7 @@ class Lease:
         self.state = "queued"
         self.asked_at = time.time()
         self.seconds = 0.0
+        self.cpu_s = 0.0
         self.ended_at = 0.0
         self.error: KserveError | None = None
         self.log: Callable[[], str] = str
@@ -73,6 +75,7 @@ class Lease:
             "reason": self.reason,
             "asked_at": self.asked_at,
             "seconds": self.elapsed_s,
+            "cpu_s": self.cpu_s,
             "n_joined": len(self.joiners),
             "error": self.error.to_wire() if self.error else None,
         }

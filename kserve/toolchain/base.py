@@ -62,6 +62,7 @@ class Built(NamedTuple):
         scratch_bytes: per block, for each pointer parameter after the declared ones.
         resources:     as in `artifact.Manifest`.
         attachments:   kind -> text.
+        cpu_s:         processor seconds of the compile; the worker's word.
         closed_world:  the compile could read nothing but its compiler and the declared files; the worker's word.
     """
 
@@ -76,6 +77,7 @@ class Built(NamedTuple):
     shared_bytes: int = 0
     scratch_bytes: tuple[int, ...] = ()
     closed_world: bool = False
+    cpu_s: float = 0.0
 
 
 class Fingerprint(NamedTuple):
