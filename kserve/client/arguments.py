@@ -74,8 +74,14 @@ def _tensor(kernel: str, param: Param, tensor: Any, torch: Any) -> Passed:
     if param.contiguous and not tensor.is_contiguous():
         came = f"a strided view, shape {tuple(tensor.shape)}, strides {tensor.stride()}"
         raise _refused(kernel, param, came, "a contiguous tensor", hint="call .contiguous() on it")
+    try:
+        pointer = tensor.data_ptr()
+    except (RuntimeError, Warning):  # a sparse tensor; a fake one, where warnings are errors
+        pointer = 0
+    if not pointer and tensor.numel():
+        raise _refused(kernel, param, f"a {type(tensor).__name__} without memory of its own", "a plain tensor")
     device = tensor.get_device()
-    return Passed(tensor.data_ptr(), device, torch._C._cuda_getCurrentRawStream(device))  # noqa: SLF001 - the public call: 8 µs
+    return Passed(pointer, device, torch._C._cuda_getCurrentRawStream(device))  # noqa: SLF001 - the public call: 8 µs
 
 
 def _array(kernel: str, param: Param, argument: object, interface: dict[str, Any]) -> Passed:

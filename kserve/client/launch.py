@@ -7,7 +7,6 @@ what is wrong, and ends in the same driver call (docs/decisions/0002-generated-l
 
 from __future__ import annotations
 
-import ctypes
 import operator
 import struct
 import sys
@@ -16,11 +15,10 @@ from typing import Any
 
 from kserve.artifact import Artifact, Contract, Manifest, Param
 from kserve.client import arguments
-from kserve.client.loader import NO_CONTEXT, Library, driver
-from kserve.client.quick import MOST_BLOCKS, MOST_SHARED, MOST_THREADS, quick_source
+from kserve.client.block import MOST_BLOCKS, MOST_SHARED, MOST_THREADS, Slot, layout
+from kserve.client.loader import Library, driver
 from kserve.errors import InvalidDefinition, LaunchError, LoadError
-from kserve.expression import FUNCTIONS, parsed
-from kserve.spec import DTYPES, SCALARS
+from kserve.expression import parsed
 from kserve.target import Target, parse_target
 
 Grid = tuple[int, ...]
@@ -43,10 +41,15 @@ class Kernel:
         LoadError: no device, or the binary does not fit it.
     """
 
+    # A call goes straight to the function in this slot: a method in between would cost as much as the guards of a tensor.
+    __slots__ = ("__call__", "__weakref__", "_roads", "origin", "seconds")
+    __call__: Callable[..., None]
+
     def __init__(self, roads: Roads, *, origin: str, seconds: float) -> None:
         self._roads = roads
         self.origin = origin
         self.seconds = seconds
+        self.__call__ = self._launch
 
     @property
     def manifest(self) -> Manifest:
@@ -79,8 +82,11 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<Kernel {self.name} {self.manifest.target} {self.key[:12]} {self.origin}>"
 
-    def __call__(self, *args: Any, stream: Any = None) -> None:
-        self._roads.launch(*args, stream=stream)
+    def _launch(self, *args: Any, stream: Any = None, grid: GridLike | None = None) -> None:
+        """Take the road of the moment; call it directly once it is the kernel's own."""
+        self._roads.launch(*args, stream=stream, grid=grid)
+        if self._roads.settled:
+            self.__call__ = self._roads.launch
 
     def __getitem__(self, grid: GridLike) -> Callable[..., None]:
         def launch(*args: Any, stream: Any = None) -> None:
@@ -121,7 +127,8 @@ class Roads:
         artifacts: the variant for the declared facts, then the one for none, where there are two.
         device:    loads them there; None leaves them unloaded, and a launch is an error.
     Attributes:
-        launch: the road to take, called with the arguments, `stream` and `grid`.
+        launch:  the road to take, called with the arguments, `stream` and `grid`.
+        settled: it is the last one.
     """
 
     def __init__(self, artifacts: list[Artifact], *, device: int | None) -> None:
@@ -131,6 +138,7 @@ class Roads:
         loaded = {digest: Library(artifact, device=device or 0) for digest, artifact in by_digest.items()}
         self.libraries = [loaded[artifact.manifest.digest] for artifact in artifacts] if loaded else []
         self.launch: Callable[..., None] = self._first_call
+        self.settled = False
         self._contract = artifacts[0].manifest.contract
         self._name = artifacts[0].manifest.name
         self._params = [param for param in self._contract.params if param.kind != "scratch"]
@@ -150,7 +158,10 @@ class Roads:
         """Generate the quick road where torch is there to take it."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            self.launch = quick_road(self._contract, self.libraries, self.slow, torch)
+            from kserve.client.quick import quick_road
+
+            self.launch = quick_road(self._contract, self.libraries, torch, slow=self.slow, failed=self.failed)
+            self.settled = True
             self.launch(*args, stream=stream, grid=grid)
         else:
             self.slow(args, stream, grid)
@@ -170,24 +181,32 @@ class Roads:
         sizes = prepared.sizes(name, self._contract.constants | values, grid)
         if 0 in sizes[:3]:
             return
-        slot = _Slot(self._contract)
+        slot = Slot(self._contract)
         try:
-            prepared.layout.pack_into(slot.buffer, 0, *(item.value for item in passed))
+            prepared.layout.pack_into(slot.buffer, 0, *sizes, handle, *(item.value for item in passed))
         except (struct.error, OverflowError) as error:
             raise LaunchError(f"{name}: an argument does not fit its type: {error}") from None
         found = driver()
         with found.on_device(device):
             function = library.functions.get(device) or library.load_on(device)
-            status = found.launch(function, *sizes, handle, slot.params, None)
+            status = found.launch(slot.config, function, slot.params, None)
         if status:
-            _failed(name, status, grid=sizes[:3], block=sizes[3:6], shared=sizes[6])
+            self.failed(status, sizes)
+
+    def failed(self, status: int, sizes: tuple[int, ...]) -> None:
+        """Raises LaunchError for the driver's refusal: status, and the seven sizes of the launch."""
+        try:
+            driver().check(status, f"launch {self._name}")
+        except LoadError as error:
+            facts = {"grid": str(sizes[:3]), "block": str(sizes[3:6]), "shared": f"{sizes[6]} bytes"}
+            raise LaunchError(error.message, facts=facts, hint=error.hint) from None
 
 
 class _Prepared:
     """What the slow road needs of a contract, read once."""
 
     def __init__(self, contract: Contract) -> None:
-        self.layout = packing(contract)
+        self.layout = layout(contract)
         self._grid = [parsed(text) for text in contract.grid]
         self._block = [parsed(text) for text in contract.block]
         self._shared = parsed(contract.shared_bytes)
@@ -203,39 +222,6 @@ class _Prepared:
         if min(block) < 1 or max(block) > MOST_THREADS or not 0 <= shared <= MOST_SHARED:
             raise LaunchError(f"{name}: block {block} with {shared} bytes of shared memory cannot be launched")
         return (*checked_grid(name, default, values), *block, shared)
-
-
-class _Slot:
-    """One packed parameter block and the pointers into it. The driver copies the block during the launch call."""
-
-    __slots__ = ("buffer", "params")
-
-    def __init__(self, contract: Contract) -> None:
-        size = max((param.offset + param.size_bytes for param in contract.params), default=0)
-        self.buffer = ctypes.create_string_buffer(max(size, 8))  # scratch pointers stay null
-        base = ctypes.addressof(self.buffer)
-        pointers = [base + param.offset for param in contract.params]
-        self.params = (ctypes.c_void_p * max(len(pointers), 1))(*pointers)
-
-
-def packing(contract: Contract) -> struct.Struct:
-    """The parameter block as one struct: packing also checks ranges."""
-    text, at = "<", 0
-    for param in contract.params:
-        if param.kind == "scratch":
-            continue
-        text += f"{param.offset - at}x" if param.offset > at else ""
-        text += _format(param)
-        at = param.offset + param.size_bytes
-    return struct.Struct(text)
-
-
-def _format(param: Param) -> str:
-    if param.kind == "pointer":
-        return "Q"
-    if param.kind in ("struct", "tensor_map"):
-        return f"{param.size_bytes}s"
-    return DTYPES[SCALARS[param.kind]].packing
 
 
 def _three(values: Any) -> tuple[int, int, int]:
@@ -288,41 +274,3 @@ def checked_grid(kernel: str, grid: GridLike, values: Mapping[str, Any]) -> tupl
         allowed = "one to three integers from 0, up to " + ", ".join(map(str, MOST_BLOCKS))
         raise LaunchError(f"{kernel}: grid is {found!r}", facts={"allowed": allowed})
     return _three(dimensions)
-
-
-def _failed(kernel: str, status: int, *, grid: Any, block: Any, shared: int) -> None:
-    try:
-        driver().check(status, f"launch {kernel}")
-    except LoadError as error:
-        facts = {"grid": str(grid), "block": str(block), "shared": f"{shared} bytes"}
-        raise LaunchError(error.message, facts=facts, hint=error.hint) from None
-
-
-def quick_road(contract: Contract, libraries: list[Library], slow_road: Callable[..., None], torch: Any) -> Callable[..., None]:
-    """Generate the launch function of a kernel for torch tensors and plain numbers.
-
-    Every guard the slow road has is one term of a single condition; when it does not hold, the slow road finds out why.
-    """
-    params = [param for param in contract.params if param.kind != "scratch"]
-    source = quick_source(contract)
-    pool: list[_Slot] = []
-    namespace: dict[str, Any] = {
-        **{f"_dtype_{param.name}": getattr(torch, param.dtype) for param in params if param.kind == "pointer"},
-        "_current_device": torch._C._cuda_getDevice,  # noqa: SLF001 - torch's public wrappers cost 8 µs
-        "_current_stream": torch._C._cuda_getCurrentRawStream,  # noqa: SLF001
-        "_functions": libraries[0].functions,
-        "_generic": libraries[-1].functions,
-        "_slow": slow_road,
-        "_take": pool.pop,
-        "_give": pool.append,
-        "_new": lambda: _Slot(contract),
-        "_pack": packing(contract).pack_into,
-        "_unfit": (struct.error, OverflowError),
-        "_launch": driver().launch,
-        "_no_context": NO_CONTEXT,
-        "_failed": lambda status, **facts: _failed(contract.symbol, status, **facts),
-        **FUNCTIONS,
-    }
-    exec(compile(source, f"<launch of {contract.symbol}>", "exec"), namespace)  # noqa: S102 - our own text, checked names
-    launch: Callable[..., None] = namespace["launch"]
-    return launch

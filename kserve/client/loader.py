@@ -6,7 +6,9 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_void_p
+from functools import cached_property
+from typing import Any
 
 from kserve.artifact import Artifact
 from kserve.errors import LoadError
@@ -35,8 +37,6 @@ class Driver:
                 "there is no NVIDIA driver on this machine (libcuda.so.1)",
                 hint="name a target to build without one: get_kernel(…, target='cuda:sm_90')",
             ) from None
-        self.launch = self.slow.cuLaunchKernel
-        self.launch.argtypes = [c_void_p, *([c_uint] * 7), c_void_p, c_void_p, c_void_p]
         self._current = self.quick.cuCtxGetDevice
         self._primaries: dict[int, c_void_p] = {}
         self.pid = os.getpid()
@@ -44,6 +44,14 @@ class Driver:
         version = c_int()
         self.check(self.slow.cuDriverGetVersion(byref(version)), "read the driver's version")
         self.version = version.value
+
+    @cached_property
+    def launch(self) -> Any:
+        """cuLaunchKernelEx(config, function, parameters, None): four prepared ctypes objects, none of them converted.
+
+        cuLaunchKernel takes eleven arguments, and ctypes pays for each of them.
+        """
+        return self.slow.cuLaunchKernelEx
 
     def check(self, status: int, what: str) -> None:
         """Raises LoadError for any status but 0."""
@@ -135,7 +143,7 @@ class Library:
     def __init__(self, artifact: Artifact, *, device: int) -> None:
         self._artifact = artifact
         self._driver = driver()
-        self.functions: dict[int, int] = {}
+        self.functions: dict[int, c_void_p] = {}
         self._check_contract(device)
         handle = c_void_p()
         image = ctypes.create_string_buffer(artifact.payload, len(artifact.payload))
@@ -164,7 +172,7 @@ class Library:
                 hint=f"get_kernel(…, target='{found}'), or leave target out",
             )
 
-    def load_on(self, device: int) -> int:
+    def load_on(self, device: int) -> c_void_p:
         """The function's handle on that device, its code resident: a launch of it loads nothing."""
         name = self._artifact.manifest.name
         self._check_device(device)
@@ -179,9 +187,8 @@ class Library:
             check(slow.cuFuncGetAttribute(byref(static), _FUNCTION_SHARED_STATIC, function), f"inspect {name}")
             most = self._driver.shared_bytes_limit(device) - static.value
             check(slow.cuFuncSetAttribute(function, _FUNCTION_SHARED_DYNAMIC, most), f"raise shared memory of {name}")
-        assert function.value is not None
-        self.functions[device] = function.value
-        return function.value
+        self.functions[device] = function
+        return function
 
 
 def _release(version: int) -> str:

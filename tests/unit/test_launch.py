@@ -13,11 +13,14 @@ import pytest
 from kserve.artifact import Artifact, Contract, Manifest, Param
 from kserve.client import arguments, launch, quick
 from kserve.client.arguments import Passed
-from kserve.client.launch import Kernel, packing
+from kserve.client.block import PARAMS_AT, Slot, layout
+from kserve.client.launch import Kernel
 from kserve.client.quick import quick_source
 from kserve.errors import KserveError, LaunchError
 from kserve.expression import FUNCTIONS
 
+SIZES = (10, 1, 1, 128, 1, 1, 0)
+STREAM = 0x5EED
 X = Param("x", "pointer", "float32", 0, 8, align=16)
 OUT = Param("out", "pointer", "float32", 8, 8, mutated=True)
 
@@ -81,7 +84,25 @@ def array(**overrides) -> SimpleNamespace:
 )
 def test_values_lie_where_the_binary_expects_them(params, values, block):
     expected = bytes.fromhex(block) if isinstance(block, str) else block
-    assert packing(contract(*params)).pack(*values) == expected
+    packed = layout(contract(*params)).pack(*SIZES, STREAM, *values)
+    assert packed[PARAMS_AT:] == expected
+
+
+def test_the_config_in_front_of_the_parameters_is_the_drivers_own():
+    class Config(ctypes.Structure):  # CUlaunchConfig, as cuda.h declares it
+        _fields_ = (
+            *((name, ctypes.c_uint) for name in ("x", "y", "z", "bx", "by", "bz", "shared_bytes")),
+            ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.c_void_p),
+            ("n_attributes", ctypes.c_uint),
+        )
+
+    sizes = (2**31 - 1, 2, 65535, 1024, 3, 4, 2**31 - 1)
+    slot = Slot(contract(X))
+    layout(contract(X)).pack_into(slot.buffer, 0, *sizes, STREAM, 1)
+    config = Config.from_address(slot.config.value)
+    assert ctypes.sizeof(Config) <= PARAMS_AT
+    assert tuple(getattr(config, name) for name, _ in Config._fields_) == (*sizes, STREAM, None, 0)
 
 
 @pytest.mark.parametrize(
@@ -98,16 +119,16 @@ def test_values_lie_where_the_binary_expects_them(params, values, block):
     ],
 )
 def test_a_value_that_does_not_fit_is_never_packed(kind, size_bytes, value):
-    layout = packing(contract(Param("value", kind, "float32", 0, size_bytes)))
+    packing = layout(contract(Param("value", kind, "float32", 0, size_bytes)))
     with pytest.raises((struct.error, OverflowError)):
-        layout.pack(value)
+        packing.pack(*SIZES, STREAM, value)
 
 
 def test_a_slot_points_at_every_parameter_and_leaves_scratch_null():
     params = [X, Param("n", "i32", "", 8, 4), Param("scratch_0", "scratch", "", 16, 8)]
-    slot = launch._Slot(contract(*params))
-    packing(contract(*params)).pack_into(slot.buffer, 0, 5, 7)
-    base = ctypes.addressof(slot.buffer)
+    slot = Slot(contract(*params))
+    layout(contract(*params)).pack_into(slot.buffer, 0, *SIZES, STREAM, 5, 7)
+    base = ctypes.addressof(slot.buffer) + PARAMS_AT
     assert [pointer - base for pointer in slot.params] == [0, 8, 16]
     assert ctypes.c_int32.from_address(slot.params[1]).value == 7
     assert ctypes.c_int64.from_address(slot.params[2]).value == 0
@@ -440,21 +461,19 @@ def test_the_generated_launch_is_python(params):
 def generated(found: Contract, launched: list, slow: list):
     """The generated launch function of a kernel without pointers, over a driver that only takes notes."""
 
-    def launch_kernel(function, *parameters):
-        launched.append((function, parameters[:7]))
+    def launch_kernel(config, function, params, extra):
+        launched.append((function, struct.unpack_from("<7I", ctypes.string_at(config.value, 28))))
         return 0
 
     namespace = {
         "_current_device": lambda: 0,
-        "_current_stream": lambda device: 0,
-        "_functions": {0: "declared"},
+        "_declared": {0: "declared"},
         "_generic": {0: "generic"},
         "_slow": lambda args, stream, grid: slow.append(args),
         "_take": [].pop,
         "_give": lambda slot: None,
-        "_new": lambda: launch._Slot(found),
-        "_pack": packing(found).pack_into,
-        "_unfit": (struct.error, OverflowError),
+        "_new": lambda: Slot(found),
+        "_pack": layout(found).pack_into,
         "_launch": launch_kernel,
         "_no_context": 201,
         **FUNCTIONS,
