@@ -97,15 +97,16 @@ class KernelService:
             return missing
         found = [hit or self._lease(plan, request, client) for hit, plan in zip(hits, plans, strict=True)]
         leases = [item for item in found if isinstance(item, Lease)]
-        tasks = [lease.task for lease in leases if lease.task is not None]
+        tasks = {lease.id: lease.task for lease in leases if lease.task is not None}
         if tasks:
-            await asyncio.wait(tasks, timeout=wait_s)
-        if not all(task.done() for task in tasks):
+            await asyncio.wait(tasks.values(), timeout=wait_s)
+        if not all(task.done() for task in tasks.values()):
             for lease in (*leases, *filter(None, owed.values())):  # a result that was collected is not told yet
                 lease.owed.add(client)
             return Pending(leases[0].id, leases[0].elapsed_s, self.leases.n_ahead(leases[0]))
         answer = [
-            _outcome(item, plan, client) if isinstance(item, Lease) else item for item, plan in zip(found, plans, strict=True)
+            _outcome(item, tasks[item.id], plan, client) if isinstance(item, Lease) else item
+            for item, plan in zip(found, plans, strict=True)
         ]
         await self.planner.keep_alias(request, [resolved.manifest.key for resolved in answer])
         return answer
@@ -113,7 +114,7 @@ class KernelService:
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
         """What the store has. A client that was told "pending" gets the result it is `owed`, a failure too."""
         if owed is not None and owed.error is not None:
-            raise owed.error
+            raise owed.error.with_traceback(None)
         began = time.monotonic()
         manifest = self.artifacts.manifest(plan.key)
         if manifest is None or not self._is_of(plan, manifest) or not self.artifacts.is_sound(manifest):
@@ -287,12 +288,11 @@ class KernelService:
         self.upkeep.close()
 
 
-def _outcome(lease: Lease, plan: Plan, client: str) -> Resolved:
+def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str) -> Resolved:
     """The result of a build that has ended. Raises: its error; BuildError when it was a build of something else."""
     if lease.error is not None:
-        raise lease.error
-    assert lease.task is not None
-    manifest = lease.task.result()
+        raise lease.error.with_traceback(None)
+    manifest = task.result()
     if manifest.components != plan.components:
         raise BuildError(
             f"{plan.name} is not built: a build of {manifest.name} with the same key was running",

@@ -15,6 +15,8 @@ from kserve.artifact import Manifest
 from kserve.errors import BuildError, CompileFailed, DaemonEnding, KserveError, RequestError, from_wire
 
 _REMEMBERED = 2000
+# Of so many ended builds the log and the result are kept too; an older log lies with its artifact.
+_KEPT_WHOLE = 100
 
 
 class Lease:
@@ -63,6 +65,13 @@ class Lease:
         self.ended_at = time.monotonic()
         self.seconds = self.ended_at - self._began
         self.state, self.error = ("failed", error) if error else ("done", None)
+
+    def strip(self) -> None:
+        """Keep the record only: no result, no log, no frames of where the error was raised."""
+        self.task, self.log = None, str
+        if self.error is not None:
+            self.error = self.error.with_traceback(None)
+            self.error.__cause__ = self.error.__context__ = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -131,7 +140,7 @@ class Leases:
         """Raises the remembered error of a compile of that key that failed a moment ago."""
         until, error = self._failed.get(key, (0.0, None))
         if error is not None and time.monotonic() < until:
-            raise error
+            raise error.with_traceback(None)  # or each raise would add its frames to those before
 
     def new(self, *, key: str, name: str, target: str, variant: str, starter: str, reason: str = "") -> Lease:
         """A lease, not yet started."""
@@ -170,6 +179,8 @@ class Leases:
         if len(self.ended) == self.ended.maxlen and self._last.get(self.ended[0].key) is self.ended[0]:
             del self._last[self.ended[0].key]
         self.ended.append(lease)
+        if len(self.ended) > _KEPT_WHOLE:
+            self.ended[-_KEPT_WHOLE - 1].strip()
         self._last[lease.key] = lease
 
     def collect(self, key: str, client: str) -> Lease | None:

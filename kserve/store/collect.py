@@ -122,10 +122,14 @@ class Collector:
         waiting = iter(keys)
         while some := list(islice(waiting, _MOST_AT_ONCE)):
             there = {key for key in some if self._files.stamp(f"manifest/{key}")}
-            gone = [key for key in some if self._delete(f"manifest/{key}")]
+            gone = [key for key in some if self._evict(key)]
             self.forget(f"manifest/{key}" for key in gone)
             evicted += [key for key in gone if key in there]
         return evicted
+
+    def _evict(self, key: str) -> bool:
+        logger.debug("evict key=%s", key)
+        return self._delete(f"manifest/{key}")
 
     def forget(self, names: Iterable[str]) -> None:
         """Records are gone: so is what they named and no manifest names any more, sources of this hour aside."""

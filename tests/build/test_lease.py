@@ -99,6 +99,37 @@ def test_a_remembered_failure_ends():
     asyncio.run(body())
 
 
+def test_of_old_builds_only_the_record_is_kept():
+    """A result is tens of kilobytes, and an error holds every frame it passed."""
+
+    async def body() -> None:
+        leases = Leases(failure_memory_s=0.0)
+        failed, done = start(leases, raising(CompileFailed("no")), key="0"), start(leases, give, key="1")
+        await asyncio.wait([failed.task, done.task])
+        failed.log = done.log = lambda: "text"
+        assert failed.error.__traceback__ is not None
+        for number in range(2, 102):
+            await start(leases, give, key=str(number)).task
+        assert [lease.id for lease in leases.all()[-2:]] == [done.id, failed.id]
+        assert (done.task, done.log(), failed.task, failed.log()) == (None, "", None, "")
+        assert failed.to_json()["error"]["message"] == "no"
+        assert failed.error.__traceback__ is None
+
+    asyncio.run(body())
+
+
+def test_an_error_that_is_raised_again_and_again_stays_as_small_as_it_was():
+    async def body() -> None:
+        leases = Leases(failure_memory_s=MEMORY_S)
+        await ended(start(leases, raising(CompileFailed("no"))))
+        for _ in range(50):
+            with pytest.raises(CompileFailed) as caught:
+                leases.check("k")
+        assert len(caught.traceback) <= 3
+
+    asyncio.run(body())
+
+
 class Kept:
     """What outlives a daemon: (key, error as JSON, seconds since 1970 when it is forgotten)."""
 
