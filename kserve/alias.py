@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from kserve.artifact import COMPACT_FORM
 from kserve.key import canonical_json, digest_of, sealed, unsealed
 
 ALIAS_SCHEMA = 1
@@ -30,13 +31,13 @@ class Alias(NamedTuple):
     """What a request gave.
 
     Fields:
-        keys:      of its variants, the declared facts first.
+        variants:  their manifests in short (`artifact.compact`), the declared facts first.
         language:  of the kernel; `version` of the compiler that a process which imported another one must not use.
         toolchain: digest of the record with the stamps of the compiler's own files.
         stamps:    of everything the answer was read from.
     """
 
-    keys: list[str]
+    variants: list[list[Any]]
     language: str
     version: str
     toolchain: str
@@ -49,7 +50,7 @@ def request_digest(
     """The name of a request's alias: everything but the content of files that decides its keys."""
     plain = {axis: value if isinstance(value, bool | int | str) else _plain(value) for axis, value in spec.items()}
     place = [environment["python"], environment["python_path"]]
-    return digest_of(canonical_json([ALIAS_SCHEMA, name, plain, target, roots, place]).encode())
+    return digest_of(canonical_json([ALIAS_SCHEMA, COMPACT_FORM, name, plain, target, roots, place]).encode())
 
 
 def _plain(value: object) -> int | str:

@@ -7,6 +7,7 @@ nor the definition.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kserve.errors import CorruptArtifact
@@ -86,19 +87,79 @@ class Manifest(NamedTuple):
     variant: str
     contract: Contract
     resources: dict[str, int]
-    components: dict[str, str]
-    attachments: dict[str, str]
+    components: Mapping[str, str]
+    attachments: Mapping[str, str]
     closed_world: bool
     seconds: float
     created_at: float
     reason: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "contract": contract_to_json(self.contract), "schema": MANIFEST_SCHEMA}
+        whole = {"components": dict(self.components), "attachments": dict(self.attachments)}
+        return {**self._asdict(), **whole, "contract": contract_to_json(self.contract), "schema": MANIFEST_SCHEMA}
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with a hash over itself: a manifest that was damaged says so."""
         return sealed(self.to_json())
+
+
+class Deferred(Mapping[str, str]):
+    """A part of a manifest that is read when somebody looks into it.
+
+    Args:
+        read: gives the whole part. What it raises, the look raises.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, str]]) -> None:
+        self._read = read
+
+    def __getitem__(self, label: str) -> str:
+        return self._read()[label]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return repr(dict(self._read()))
+
+
+def compact(manifest: Manifest) -> list[Any]:
+    """A manifest as one short list: all that a launch needs, without components and attachments. `from_compact` reads it."""
+    return list(manifest._replace(components={}, attachments={}))
+
+
+# What the positions of a compact manifest mean: other releases have other ones.
+COMPACT_FORM = ",".join((*Manifest._fields, *Contract._fields, *Param._fields))
+
+
+def from_compact(found: list[Any], read: Callable[[str], Manifest]) -> Manifest:
+    """The manifest in a compact list.
+
+    Args:
+        read: gives the whole manifest of a key, when a part is wanted that the list lacks.
+    Raises: CorruptArtifact when it has another form.
+    """
+    try:
+        manifest = Manifest(*found)
+        contract = Contract(*manifest.contract)
+        contract = contract._replace(
+            params=tuple(Param(*param) for param in contract.params),
+            grid=tuple(contract.grid),
+            block=tuple(contract.block),
+            scratch_bytes=tuple(contract.scratch_bytes),
+        )
+        manifest = manifest._replace(contract=contract)
+        _check_names(manifest.contract)
+        _check_types(manifest)
+    except (TypeError, AttributeError) as error:
+        raise CorruptArtifact(f"compact manifest cannot be read: {error}") from None
+    key = manifest.key
+    return manifest._replace(
+        components=Deferred(lambda: read(key).components), attachments=Deferred(lambda: read(key).attachments)
+    )
 
 
 class Artifact(NamedTuple):
@@ -124,10 +185,15 @@ def contract_from_json(plain: dict[str, Any]) -> Contract:
             raise TypeError(f"{field} is {plain[field]!r}")
         fields[field] = tuple(plain[field])
     contract = Contract(**fields)
+    _check_names(contract)
+    return contract
+
+
+def _check_names(contract: Contract) -> None:
+    """Raises CorruptArtifact for a name that launch code must not hold."""
     names = [*contract.constants, *(param.name for param in contract.params)]
     if not all(is_plain_name(name) for name in names):
         raise CorruptArtifact(f"contract of {contract.symbol} has a name that is no identifier", facts={"names": str(names)})
-    return contract
 
 
 def manifest_from_json(plain: dict[str, Any]) -> Manifest:

@@ -108,7 +108,7 @@ class KernelService:
             _outcome(item, tasks[item.id], plan, client) if isinstance(item, Lease) else item
             for item, plan in zip(found, plans, strict=True)
         ]
-        await self.planner.keep_alias(request, [resolved.manifest.key for resolved in answer])
+        await self.planner.keep_alias(request, [resolved.manifest for resolved in answer])
         return answer
 
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:

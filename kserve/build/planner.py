@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, NamedTuple
 
 from kserve.alias import Alias, Stamps
+from kserve.artifact import Manifest, compact
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.plan import Plan, plan_builds
 from kserve.build.pool import Environment
@@ -52,7 +53,7 @@ class Planner:
         # Definitions by digest, plans by wish, aliases by request with the stamp of their file.
         self._definitions: dict[str, KernelDef] = {}
         self._plans: dict[tuple[object, ...], list[Plan]] = {}
-        self._aliases: dict[str, tuple[Alias, tuple[int, ...]]] = {}
+        self._aliases: dict[str, tuple[tuple[list[str], str, Stamps], tuple[int, ...]]] = {}
 
     async def plan(self, request: KernelRequest) -> list[Plan]:
         """The builds of a request whose definition is known, declared facts first.
@@ -95,15 +96,18 @@ class Planner:
             self._artifacts.files.touch(name)
         return MissingSources(sorted(digest for digest, name in names.items() if self._artifacts.get(name) is None))
 
-    async def keep_alias(self, request: KernelRequest, keys: list[str]) -> None:
+    async def keep_alias(self, request: KernelRequest, variants: list[Manifest]) -> None:
         """Keep the answer for the next client, which then needs no daemon."""
         definition = self.definition(request)
         if request.alias is None or definition is None:
             return
         found = await self._fingerprints.of(definition.language, request.environment)
-        stamps = canonical_json(found.stamps).encode()
-        alias = Alias(keys, definition.language, found.version, digest_of(stamps), request.alias.stamps)
-        name, files = request.alias.request, self._artifacts.files
-        if self._aliases.get(name) != (alias, files.stamp(f"alias/{name}")):
-            await asyncio.to_thread(self._artifacts.keep_alias, name, alias, stamps)
-            remember(self._aliases, name, (alias, files.stamp(f"alias/{name}")))
+        name, stamps, files = *request.alias, self._artifacts.files
+        state = ([manifest.key for manifest in variants], found.files, stamps)
+        if self._aliases.get(name) == (state, files.stamp(f"alias/{name}")):
+            return
+        toolchain = canonical_json(found.stamps).encode()
+        compacts = [compact(manifest) for manifest in variants]
+        alias = Alias(compacts, definition.language, found.version, digest_of(toolchain), stamps)
+        await asyncio.to_thread(self._artifacts.keep_alias, name, alias, toolchain)
+        remember(self._aliases, name, (state, files.stamp(f"alias/{name}")))

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kserve.alias import Alias, alias_from_bytes, changed_since, is_as_it_was, request_digest
-from kserve.artifact import Artifact, manifest_from_bytes
+from kserve.artifact import Artifact, Manifest, from_compact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.client.report import Call, Loaded, report
@@ -88,13 +88,19 @@ class Local:
         payload = self.read(f"payload/{manifest.digest}") if manifest else None
         if manifest is None or payload is None:
             return None
-        self._touch(f"manifest/{key}")
+        self.touch(f"manifest/{key}")
         return Artifact(manifest, payload)
 
-    def _touch(self, name: str) -> None:
+    def manifest(self, key: str) -> Manifest:
+        """The whole manifest of an entry. Raises: CorruptArtifact when it is gone or damaged."""
+        return manifest_from_bytes(self.read(f"manifest/{key}") or b"", key=key)
+
+    def touch(self, name: str) -> bool:
+        """Note a use, once a minute; whether the record is in the first store."""
         found = self.stores[0].stamp(name)
         if found and time.time() - found[1] / 1e9 > _TOUCH_S:
             self.stores[0].touch(name)
+        return bool(found)
 
     def is_same_compiler(self, alias: Alias) -> bool:
         """Whether the files of the alias's compiler are as they were, and nobody here has imported another version."""
@@ -219,7 +225,19 @@ def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> li
         raise _Doubt(f"{changed} has changed")
     if not here.is_same_compiler(alias):
         raise _Doubt(f"the {alias.language} compiler has changed")
-    return [_artifact(here, key) for key in alias.keys]
+    return [_held(here, found) for found in alias.variants]
+
+
+def _held(here: Local, found: list[Any]) -> Artifact:
+    """The variant that an alias holds in short, with its verified bytes. Raises: _Doubt where they are not in the store."""
+    try:
+        manifest = from_compact(found, here.manifest)
+    except CorruptArtifact as error:
+        raise _Doubt(error.message) from None
+    payload = here.read(f"payload/{manifest.digest}")
+    if payload is None or not here.touch(f"manifest/{manifest.key}"):
+        raise _Doubt(f"entry {manifest.key[:12]} is missing or damaged")
+    return Artifact(manifest, payload)
 
 
 def _artifact(here: Local, key: str) -> Artifact:

@@ -11,8 +11,9 @@ import pytest
 
 from kserve import client, get_kernel
 from kserve.alias import Alias, alias_from_bytes, alias_to_bytes, changed_since, request_digest, survey
+from kserve.artifact import from_compact, manifest_from_bytes
 from kserve.client.direct import local
-from kserve.errors import DaemonUnreachable, InvalidDefinition, InvalidSpec, ProtocolMismatch
+from kserve.errors import CorruptArtifact, DaemonUnreachable, InvalidDefinition, InvalidSpec, ProtocolMismatch
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda
 from tests.support.processes import kserve, python, wait_for
 
@@ -196,16 +197,32 @@ def test_a_damaged_alias_is_written_again(folder: Path, own_place: Path):
     assert again().origin == "disk"
 
 
-@pytest.mark.parametrize("kind", ["manifest", "payload"])
-@pytest.mark.parametrize("how", ["removed", "cut", "flipped"])
-def test_a_damaged_entry_is_left_to_the_daemon(alone: Path, own_place: Path, kind, how):
+def spoil(own_place: Path, kind: str, how: str) -> None:
     for path in (own_place / "store" / kind).glob("??/*"):
         content = path.read_bytes()
         path.unlink()
         if how != "removed":
             path.write_bytes(content[: len(content) // 2] if how == "cut" else bytes([content[0] ^ 1]) + content[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("manifest", "removed"), *(("payload", how) for how in ("removed", "cut", "flipped"))]
+)
+def test_a_damaged_entry_is_left_to_the_daemon(alone: Path, own_place: Path, kind, how):
+    spoil(own_place, kind, how)
     with pytest.raises(DaemonUnreachable):
         again()
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped"])
+def test_a_damaged_manifest_costs_what_only_it_holds(alone: Path, own_place: Path, how):
+    """The alias holds what a launch needs, under a seal of its own."""
+    digest = again().digest
+    spoil(own_place, "manifest", how)
+    found = again()
+    assert (found.origin, found.digest) == ("disk", digest)
+    with pytest.raises(CorruptArtifact):
+        dict(found.manifest.components)
 
 
 def test_a_store_that_others_can_write_to_is_not_read(alone: Path, own_place: Path):
@@ -249,7 +266,7 @@ def test_only_the_missing_kernels_of_a_batch_are_asked_for(folder: Path):
 
 
 def test_an_alias_says_when_it_was_changed():
-    alias = Alias(["a" * 64], "cuda", "13.0", "b" * 64, {"0/k": [1, 2, 3, 4]})
+    alias = Alias([["a" * 64]], "cuda", "13.0", "b" * 64, {"0/k": [1, 2, 3, 4]})
     content = alias_to_bytes(alias)
     assert alias_from_bytes(content) == alias
     assert alias_from_bytes(content.replace(b"aaaa", b"aaab", 1)) is None
@@ -296,3 +313,20 @@ def test_what_was_built_on_the_command_line_is_found_from_python(folder: Path):
     assert again(size=16).origin == "disk"
     client.forget()
     assert get_kernel("scale", target=TARGET, size=np.int64(16)).origin == "disk"
+
+
+def test_what_an_alias_does_not_hold_is_read_when_it_is_looked_at(alone: Path, own_place: Path):
+    found = again().manifest
+    assert found.components["entry"] == "scale"
+    assert set(found.attachments) == {"log", "ptx"}
+    whole = manifest_from_bytes(
+        (own_place / "store" / "manifest" / found.key[:2] / f"{found.key}.json").read_bytes(), key=found.key
+    )
+    assert found == whole
+    assert found.to_bytes() == whole.to_bytes()
+
+
+@pytest.mark.parametrize("found", [[], [1] * 16, ["x"] * 16, [None] * 16, "text", {}])
+def test_a_compact_manifest_of_another_form_is_refused(found):
+    with pytest.raises(CorruptArtifact):
+        from_compact(found, lambda key: None)
