@@ -52,6 +52,7 @@ class Settings(NamedTuple):
     failure_memory_s: float = 30.0
     job_memory_bytes: int = 16 << 30
     trusted_uids: tuple[int, ...] = ()
+    launcher: str = "auto"
     log: str = "info"
 
     @property
@@ -127,6 +128,12 @@ def _level(text: str) -> str:
     return text.lower()
 
 
+def _launcher(text: str) -> str:
+    if text.lower() not in ("auto", "python", "compiled"):
+        raise ValueError
+    return text.lower()
+
+
 # field -> (environment variable, reader, what is allowed)
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "store": ("KSERVE_STORE", _stores, "a directory, then read-only ones below it, separated by colons"),
@@ -145,6 +152,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "failure_memory_s": ("KSERVE_FAILURE_MEMORY_S", _positive, "seconds above 0"),
     "job_memory_bytes": ("KSERVE_JOB_MEMORY_BYTES", _count, "a whole number of bytes"),
     "trusted_uids": ("KSERVE_TRUSTED_UIDS", _uids, "user ids, separated by commas"),
+    "launcher": ("KSERVE_LAUNCHER", _launcher, "auto, python, compiled"),
     "log": ("KSERVE_LOG", _level, "debug, info, warning, error"),
 }
 

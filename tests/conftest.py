@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+import hatch_build
 from kserve import client
 from tests.support import users
 from tests.support.place import set_up_place, tear_down_place
@@ -55,3 +58,28 @@ def gpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(scope="session")
+def launcher_file(tmp_path_factory):
+    """The compiled launcher, from today's source; skips where there is nothing to compile with."""
+    target = tmp_path_factory.mktemp("launcher") / hatch_build.TARGET.name
+    reason = hatch_build.build_launcher(target, "-Werror")
+    if reason and "failed" in reason:
+        pytest.fail(reason)
+    return target if not reason else pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def launcher_module(launcher_file):
+    spec = importlib.util.spec_from_file_location("kserve.client._launcher", launcher_file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def compiled(launcher_module, monkeypatch):
+    """`kserve.client._launcher` is importable, and is today's."""
+    monkeypatch.setitem(sys.modules, "kserve.client._launcher", launcher_module)
+    return launcher_module

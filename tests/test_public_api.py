@@ -28,6 +28,9 @@ NOT_IMPORTED = [
     "http.client",
     "tomllib",
     "importlib.metadata",
+    "kserve.client.compiled",
+    "kserve.client.quick",
+    "kserve.client._launcher",
 ]
 # What the interpreter itself imported before the first line does not count.
 IMPORT = """

@@ -250,7 +250,8 @@ def _artifact(here: Local, key: str) -> Artifact:
 def _kernel(artifacts: list[Artifact], *, origin: str, began: float, load: bool) -> Kernel:
     """The kernel over these variants, loaded on the current device where it fits one."""
     device = _device_for(artifacts[0]) if load else None
-    return Kernel(Roads(artifacts, device=device), origin=origin, seconds=time.monotonic() - began)
+    roads = Roads(artifacts, device=device, launcher=local().settings.launcher)
+    return Kernel(roads, origin=origin, seconds=time.monotonic() - began)
 
 
 def _device_for(artifact: Artifact) -> int | None:

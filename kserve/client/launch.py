@@ -126,13 +126,15 @@ class Roads:
     Args:
         artifacts: the variant for the declared facts, then the one for none, where there are two.
         device:    loads them there; None leaves them unloaded, and a launch is an error.
+        launcher:  the setting: auto, python or compiled.
     Attributes:
         launch:  the road to take, called with the arguments, `stream` and `grid`.
         settled: it is the last one.
     """
 
-    def __init__(self, artifacts: list[Artifact], *, device: int | None) -> None:
+    def __init__(self, artifacts: list[Artifact], *, device: int | None, launcher: str = "auto") -> None:
         self.artifacts = artifacts
+        self._launcher = launcher
         # Variants with equal bytes, where the compiler made nothing of the facts, are one library.
         by_digest = {artifact.manifest.digest: artifact for artifact in reversed(artifacts)} if device is not None else {}
         loaded = {digest: Library(artifact, device=device or 0) for digest, artifact in by_digest.items()}
@@ -158,9 +160,10 @@ class Roads:
         """Generate the quick road where torch is there to take it."""
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
-            from kserve.client.quick import quick_road
+            from kserve.client.compiled import best_road
 
-            self.launch = quick_road(self._contract, self.libraries, torch, slow=self.slow, failed=self.failed)
+            given = (self._contract, self.libraries, torch)
+            self.launch = best_road(*given, launcher=self._launcher, slow=self.slow, failed=self.failed)
             self.settled = True
             self.launch(*args, stream=stream, grid=grid)
         else:

@@ -24,17 +24,19 @@ _POINTER_DEVICE = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 class Driver:
     """libcuda, initialised.
 
+    Args:
+        library: its file.
     Raises: LoadError when there is no driver, or no device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, library: str = "libcuda.so.1") -> None:
         try:
             # Two views of one library: calls that take under a microsecond keep the interpreter's lock.
-            self.slow = ctypes.CDLL("libcuda.so.1")
-            self.quick = ctypes.PyDLL("libcuda.so.1")
+            self.slow = ctypes.CDLL(library)
+            self.quick = ctypes.PyDLL(library)
         except OSError:
             raise LoadError(
-                "there is no NVIDIA driver on this machine (libcuda.so.1)",
+                f"there is no NVIDIA driver on this machine ({library})",
                 hint="name a target to build without one: get_kernel(…, target='cuda:sm_90')",
             ) from None
         self._current = self.quick.cuCtxGetDevice

@@ -62,6 +62,7 @@ def with_file(home: Path, text: str) -> dict[str, str]:
         ("KSERVE_FAILURE_MEMORY_S", "5", "failure_memory_s", 5.0),
         ("KSERVE_JOB_MEMORY_BYTES", "1073741824", "job_memory_bytes", 1 << 30),
         ("KSERVE_TRUSTED_UIDS", "0, 1000 7", "trusted_uids", (0, 1000, 7)),
+        ("KSERVE_LAUNCHER", "Python", "launcher", "python"),
         ("KSERVE_LOG", "WARNING", "log", "warning"),
     ],
 )
@@ -91,6 +92,7 @@ def test_every_field_has_a_variable():
         ("KSERVE_BUILD_TIMEOUT_S", "soon"),
         ("KSERVE_JOB_MEMORY_BYTES", "16G"),
         ("KSERVE_TRUSTED_UIDS", "root"),
+        ("KSERVE_LAUNCHER", "fast"),
         ("KSERVE_LOG", "loud"),
         ("KSERVE_MAX_BYTES", "0"),
         ("KSERVE_MAX_BYTES", "20 GiB"),
