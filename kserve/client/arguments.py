@@ -52,6 +52,8 @@ def _pointer(kernel: str, param: Param, argument: object) -> Passed:
         if param.nullable:
             return Passed(0)
         raise _refused(kernel, param, "None", f"an array of {param.dtype} on a CUDA device")
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        return _address(kernel, param, argument)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(argument, torch.Tensor):
         return _tensor(kernel, param, argument, torch)
@@ -63,6 +65,19 @@ def _pointer(kernel: str, param: Param, argument: object) -> Passed:
             kernel, param, f"a {type(argument).__name__}: {kind}", f"an array of {param.dtype} on a CUDA device"
         ) from None
     return _array(kernel, param, argument, interface)
+
+
+def _address(kernel: str, param: Param, address: int) -> Passed:
+    """A device address as it is. Whose memory it is, and so on which stream it is in use, cannot be told."""
+    if address == 0 and param.nullable:
+        return Passed(0)
+    device = driver().device_of_pointer(address) if 0 < address < 2**64 else -1
+    if device < 0:
+        raise _refused(kernel, param, f"the address {address:#x}, which is no CUDA memory", "the address of CUDA memory")
+    element = DTYPES[param.dtype].size_bytes
+    if address % element:
+        raise _refused(kernel, param, f"the address {address:#x}", f"a multiple of {element} bytes ({param.dtype})")
+    return Passed(address, device)
 
 
 def _tensor(kernel: str, param: Param, tensor: Any, torch: Any) -> Passed:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kserve import get_kernel, get_kernels
+from kserve import client, get_kernel, get_kernels
 from kserve.client import arguments
 from kserve.errors import LaunchError, LoadError
 from tests.support.definitions import CUDA_TOML, write_cuda
@@ -27,18 +27,36 @@ def own_place():
 
 
 @pytest.fixture
-def scale(kernels):
-    """out = factor * x, with alignment facts on both pointers."""
-    write_cuda(kernels / "scale")
-    return get_kernel("scale")
-
-
-@pytest.fixture
 def data():
     import torch
 
     x = torch.randn(1000, device="cuda")
     return x, torch.full_like(x, float("nan"))
+
+
+@pytest.fixture(params=["first call", "generated", "compiled"])
+def scale(kernels, data, request, monkeypatch):
+    """out = factor * x, with alignment facts on both pointers: about to be called first, or on one of its quick roads."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled")
+    monkeypatch.setenv("KSERVE_LAUNCHER", "compiled" if request.param == "compiled" else "python")
+    write_cuda(kernels / "scale")
+    kernel = get_kernel("scale")
+    if request.param != "first call":
+        settle(kernel, data)
+        assert ("builtin" in type(kernel.__call__).__name__) is (request.param == "compiled")
+    return kernel
+
+
+def settle(kernel, data):
+    """Call it until its road is its last one."""
+    import torch
+
+    x, out = data
+    for _ in range(3):
+        kernel(x, torch.empty_like(out), 1000, 1.0)
+    assert kernel._roads.settled
+    torch.cuda.synchronize()
 
 
 def test_a_call_launches_on_torch_tensors(scale, data):
@@ -78,7 +96,6 @@ def test_a_misaligned_view_takes_the_generic_variant(scale, data, shift, monkeyp
     assert scale.generic is not None
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first call", "generated road"])
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -90,7 +107,13 @@ def test_a_misaligned_view_takes_the_generic_variant(scale, data, shift, monkeyp
         (lambda a: [a[0], a[1].cpu(), *a[2:]], "argument out"),
         (lambda a: [a[0][::2], *a[1:]], "argument x"),
         (lambda a: [None, *a[1:]], "argument x"),
-        (lambda a: [a[0].data_ptr(), *a[1:]], "argument x"),
+        (lambda a: [a[0].cpu().data_ptr(), *a[1:]], "argument x"),
+        (lambda a: [a[0].data_ptr() + 1, *a[1:]], "argument x"),
+        (lambda a: [-a[0].data_ptr(), *a[1:]], "argument x"),
+        (lambda a: [2**64 + a[0].data_ptr(), *a[1:]], "argument x"),
+        (lambda a: [True, *a[1:]], "argument x"),
+        (lambda a: [a[0].view(10, 100).to_sparse(), *a[1:]], "argument x"),
+        (lambda a: [a[0].to("meta"), *a[1:]], "argument x"),
         (lambda a: [*a[:2], 2**31, a[3]], "argument n"),
         (lambda a: [*a[:2], -(2**31) - 1, a[3]], "argument n"),
         (lambda a: [*a[:2], 1.0, a[3]], "argument n"),
@@ -100,12 +123,9 @@ def test_a_misaligned_view_takes_the_generic_variant(scale, data, shift, monkeyp
         (lambda a: [*a[:3], a[0]], "argument factor"),
     ],
 )
-def test_a_wrong_argument_is_refused_before_the_launch(scale, data, change, names, warm):
+def test_a_wrong_argument_is_refused_before_the_launch(scale, data, change, names):
     x, out = data
     good = [x, out, 1000, 2.0]
-    if warm:
-        scale(*good)
-        out.fill_(float("nan"))
     with pytest.raises(LaunchError, match=names):
         scale(*change(good))
     assert out.isnan().all()
@@ -118,6 +138,66 @@ def test_numpy_scalars_and_integers_for_floats_are_taken(scale, data):
         out.fill_(float("nan"))
         scale(x, out, n, factor)
         assert (out == 2 * x).all()
+
+
+def test_a_fake_tensor_is_refused(scale, data):
+    from torch._subclasses import FakeTensorMode
+
+    x, out = data
+    with FakeTensorMode() as mode, pytest.raises(LaunchError, match="memory"):
+        scale(mode.from_tensor(x), out, 1000, 2.0)
+    assert out.isnan().all()
+
+
+def test_the_address_of_a_tensor_runs_on_the_stream_of_another_argument(scale, data):
+    x, out = data
+    for _ in range(2):
+        out.fill_(float("nan"))
+        scale(x.data_ptr(), out, 1000, 2.0)
+        assert (out == 2 * x).all()
+    with pytest.raises(LaunchError, match="stream"):
+        scale(x.data_ptr(), out.data_ptr(), 1000, 2.0)
+
+
+def test_a_launch_that_the_driver_refuses_names_its_sizes(kernels, data, scale, monkeypatch):
+    import torch
+
+    toml = CUDA_TOML.replace("block = [128] }", "block = [128], shared_bytes = 'n * 8' }")
+    write_cuda(kernels / "scale", toml=toml)
+    client.forget()
+    kernel = get_kernel("scale")
+    x, out = data
+    for _ in range(3):
+        with pytest.raises(LaunchError, match="launch") as caught:
+            kernel(x, out, 2**20, 1.0)
+        assert "8388608" in caught.value.facts["shared"]
+        kernel(x, out, 1000, 2.0)
+        torch.cuda.synchronize()
+        assert (out == 2 * x).all()
+
+
+def test_a_launch_that_waits_for_a_full_queue_lets_other_threads_go_on(scale, data):
+    import threading
+    import time
+
+    import torch
+
+    x, out = data
+
+    def work() -> None:
+        torch.cuda._sleep(4_000_000_000)  # two seconds
+        for _ in range(3000):
+            scale(x, out, 1000, 2.0)
+
+    thread = threading.Thread(target=work)
+    longest, last = 0.0, time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    torch.cuda.synchronize()
+    assert longest < 0.5
+    assert (out == 2 * x).all()
 
 
 def test_cupy_arrays_run_on_cupys_stream(scale):
@@ -340,6 +420,69 @@ x = cupy.random.standard_normal((64, 128), dtype=cupy.float32); out = cupy.empty
 ones, zeros = cupy.ones(128, cupy.float32), cupy.zeros(128, cupy.float32)
 get_kernel("fused_norm_residual")(x, cupy.zeros_like(x), ones, zeros, out, 64, 1e-5)
 assert abs(float(out.mean())) < 1e-5 and "torch" not in sys.modules
+print("fine")
+"""
+    )
+    assert "fine" in done.stdout, done.stderr
+
+
+def test_addresses_in_a_process_without_torch(kernels):
+    write_cuda(kernels / "scale")
+    done = python(
+        """
+import ctypes, sys, threading
+from kserve import get_kernel
+from kserve.errors import LaunchError
+
+scale = get_kernel("scale")  # makes a context where there is none
+cuda = ctypes.CDLL("libcuda.so.1")
+def done(status): assert status == 0, status
+def allocated():
+    address = ctypes.c_uint64()
+    done(cuda.cuMemAlloc_v2(ctypes.byref(address), 4096))
+    return address.value
+x, out = allocated(), allocated()
+host = (ctypes.c_float * 1000)(*range(1000))
+done(cuda.cuMemcpyHtoD_v2(ctypes.c_uint64(x), host, ctypes.c_size_t(4000)))
+def check(shift, factor):
+    result = (ctypes.c_float * 1000)()
+    done(cuda.cuCtxSynchronize())
+    done(cuda.cuMemcpyDtoH_v2(result, ctypes.c_uint64(out), ctypes.c_size_t(4000)))
+    assert list(result)[shift:] == [factor * number for number in range(shift, 1000)]
+for shift in (0, 0, 1, 2, 4):  # some of these are not 16-byte aligned
+    factor = 2.0 + shift
+    scale(x + 4 * shift, out + 4 * shift, 1000 - shift, factor, stream=0)
+    check(shift, factor)
+thread = threading.Thread(target=scale, args=(x, out, 1000, 9.0), kwargs={"stream": 0})
+thread.start(); thread.join()
+check(0, 9.0)
+for wrong in (-x, 2**64 + x, ctypes.addressof(host), x + 2, 0, True, 10**40):
+    try: scale(wrong, out, 1000, 2.0, stream=0)
+    except LaunchError as error: assert "argument x" in str(error), error
+    else: raise AssertionError(wrong)
+try: scale(x, out, 1000, 2.0)
+except LaunchError as error: assert "stream" in str(error)
+else: raise AssertionError("no stream was named")
+assert not {"torch", "cupy", "numpy"} & set(sys.modules)
+print("fine")
+"""
+    )
+    assert "fine" in done.stdout, done.stderr
+
+
+def test_addresses_of_cupys_memory_without_torch(kernels):
+    pytest.importorskip("cupy")
+    write_cuda(kernels / "scale")
+    done = python(
+        """
+import sys, cupy
+from kserve import get_kernel
+x = cupy.arange(1000, dtype=cupy.float32); out = cupy.full_like(x, cupy.nan)
+scale = get_kernel("scale")
+scale(x.data.ptr, out.data.ptr, 1000, 3.0, stream=cupy.cuda.get_current_stream())
+assert bool((out == 3 * x).all())
+scale(x, out.data.ptr, 1000, 4.0)  # on the stream of x
+assert bool((out == 4 * x).all()) and "torch" not in sys.modules
 print("fine")
 """
     )

@@ -29,14 +29,15 @@ def contract(*params: Param, **overrides) -> Contract:
     return Contract("scale", "cubin", params, {"size": 8}, ("1",), ("128",))._replace(**overrides)
 
 
-def kernel(*params: Param, n_variants: int = 1) -> Kernel:
-    """A kernel that is not loaded."""
+def kernel(*params: Param, n_variants: int = 1, device: int | None = None) -> Kernel:
+    """A kernel, not loaded unless a device is named. Its variants have different bytes."""
     facts = ("ab" * 32, "cd" * 32, 7, "scale", "cuda", "cuda:sm_90", {"size": 8})
     manifests = [
         Manifest(*facts, variant, contract(*params), {"registers": 12}, {}, {}, closed_world=False, seconds=1.0, created_at=1.0)
         for variant in ("declared", "generic")[:n_variants]
     ]
-    roads = launch.Roads([Artifact(found, b"payload") for found in manifests], device=None)
+    manifests[1:] = [found._replace(digest="ef" * 32) for found in manifests[1:]]
+    roads = launch.Roads([Artifact(found, b"payload") for found in manifests], device=device)
     return Kernel(roads, origin="built", seconds=1.5)
 
 
@@ -267,10 +268,9 @@ def test_the_interface_names_its_stream():
         (None, "None"),
         (np.zeros((2, 3), "f4"), "host"),
         ([1.0], "list"),
-        (0x7F0000000000, "int"),
         ("text", "str"),
     ],
-    ids=range(12),
+    ids=range(11),
 )
 def test_an_array_that_does_not_fit_is_refused_with_what_came_and_what_is_allowed(argument, named):
     with pytest.raises(LaunchError) as caught:
@@ -283,6 +283,77 @@ def test_an_array_that_does_not_fit_is_refused_with_what_came_and_what_is_allowe
 def test_a_strided_view_is_refused_before_the_driver_is_asked_about_its_address():
     with pytest.raises(LaunchError):
         arguments.read("k", X, array(data=(0x7F0000000000, False), strides=(4, 8)))
+
+
+@pytest.mark.slow
+def test_a_tensor_without_memory_is_refused():
+    torch = pytest.importorskip("torch")
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():  # a device that is not there serves it
+        fake = torch.zeros(8, device="cuda")
+    with pytest.raises(LaunchError, match="memory"):
+        arguments.read("k", X, fake)
+
+
+MEMORY = 0x7F0000000000  # 4096 bytes of the stub's device
+
+
+@pytest.fixture
+def memory(stub):
+    stub.own(MEMORY, 4096)
+    return stub
+
+
+@pytest.mark.parametrize("address", [MEMORY, MEMORY + 4, MEMORY + 4092])
+def test_a_plain_integer_is_a_device_address(memory, address):
+    memory.set(device=3)
+    assert arguments.read("k", X, address) == Passed(address, 3, None)
+
+
+@pytest.mark.parametrize(
+    "address", [0, -1, -MEMORY, MEMORY - 4, MEMORY + 4096, 2**64, 2**64 + MEMORY, 10**40, True, False, MEMORY + 1, MEMORY + 2.0]
+)
+def test_an_address_of_no_memory_is_refused(memory, address):
+    with pytest.raises(LaunchError) as caught:
+        arguments.read("scale", X, address)
+    assert "x" in caught.value.message
+    assert caught.value.facts["allowed"]
+
+
+def test_a_null_address_is_none(memory):
+    assert arguments.read("k", X._replace(nullable=True), 0) == Passed(0)
+
+
+def loaded(memory) -> Kernel:
+    """out = f(x) with a 16-byte fact on x, loaded by the stub."""
+    found = kernel(X, OUT, Param("n", "i32", "", 16, 4), n_variants=2, device=0)
+    memory.expect(found.manifest.contract)
+    return found
+
+
+def test_addresses_are_launched_on_the_stream_that_is_named(memory):
+    found = loaded(memory)
+    for _ in range(3):
+        found(MEMORY, MEMORY + 64, 7, stream=5)
+    found[2, 3](MEMORY + 4, MEMORY, 7, stream=0)
+    launches = memory.launches()
+    assert [launched.stream for launched in launches] == [5, 5, 5, 0]
+    assert [launched.sizes for launched in launches] == [*[(1, 1, 1, 128, 1, 1, 0)] * 3, (2, 3, 1, 128, 1, 1, 0)]
+    functions = [library.functions[0].value for library in found._roads.libraries]
+    assert [launched.function for launched in launches] == [*[functions[0]] * 3, functions[1]], "a fact did not hold"
+    assert launches[-1].params == (*(value.to_bytes(8, "little") for value in (MEMORY + 4, MEMORY)), b"\x07\0\0\0")
+
+
+def test_addresses_alone_name_no_stream(memory):
+    with pytest.raises(LaunchError, match="which stream"):
+        loaded(memory)(MEMORY, MEMORY + 64, 7)
+    assert memory.launches() == []
+
+
+def test_an_address_runs_on_the_stream_that_another_argument_names(memory):
+    loaded(memory)(MEMORY, array(data=(MEMORY + 64, False), stream=9), 7)
+    assert [launched.stream for launched in memory.launches()] == [9]
 
 
 def test_bfloat16_is_never_taken_for_another_two_byte_type():
