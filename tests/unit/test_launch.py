@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
+import types
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -17,7 +19,6 @@ from kserve.client.block import PARAMS_AT, Slot, layout
 from kserve.client.launch import Kernel
 from kserve.client.quick import quick_source
 from kserve.errors import KserveError, LaunchError
-from kserve.expression import FUNCTIONS
 
 SIZES = (10, 1, 1, 128, 1, 1, 0)
 STREAM = 0x5EED
@@ -29,15 +30,15 @@ def contract(*params: Param, **overrides) -> Contract:
     return Contract("scale", "cubin", params, {"size": 8}, ("1",), ("128",))._replace(**overrides)
 
 
-def kernel(*params: Param, n_variants: int = 1, device: int | None = None) -> Kernel:
-    """A kernel, not loaded unless a device is named. Its variants have different bytes."""
+def kernel(*params: Param, n_variants: int = 1, **given) -> Kernel:
+    """A kernel, not loaded unless a device is given. Its variants have different bytes."""
     facts = ("ab" * 32, "cd" * 32, 7, "scale", "cuda", "cuda:sm_90", {"size": 8})
     manifests = [
         Manifest(*facts, variant, contract(*params), {"registers": 12}, {}, {}, closed_world=False, seconds=1.0, created_at=1.0)
         for variant in ("declared", "generic")[:n_variants]
     ]
     manifests[1:] = [found._replace(digest="ef" * 32) for found in manifests[1:]]
-    roads = launch.Roads([Artifact(found, b"payload") for found in manifests], device=device)
+    roads = launch.Roads([Artifact(found, b"payload") for found in manifests], **{"device": None, **given})
     return Kernel(roads, origin="built", seconds=1.5)
 
 
@@ -325,9 +326,9 @@ def test_a_null_address_is_none(memory):
     assert arguments.read("k", X._replace(nullable=True), 0) == Passed(0)
 
 
-def loaded(memory) -> Kernel:
+def loaded(memory, *, launcher: str = "auto") -> Kernel:
     """out = f(x) with a 16-byte fact on x, loaded by the stub."""
-    found = kernel(X, OUT, Param("n", "i32", "", 16, 4), n_variants=2, device=0)
+    found = kernel(X, OUT, Param("n", "i32", "", 16, 4), n_variants=2, device=0, launcher=launcher)
     memory.expect(found.manifest.contract)
     return found
 
@@ -343,6 +344,25 @@ def test_addresses_are_launched_on_the_stream_that_is_named(memory):
     functions = [library.functions[0].value for library in found._roads.libraries]
     assert [launched.function for launched in launches] == [*[functions[0]] * 3, functions[1]], "a fact did not hold"
     assert launches[-1].params == (*(value.to_bytes(8, "little") for value in (MEMORY + 4, MEMORY)), b"\x07\0\0\0")
+
+
+@pytest.mark.parametrize("launcher", ["python", pytest.param("compiled", marks=pytest.mark.toolchain)])
+def test_from_the_second_call_on_a_kernel_is_its_own_quick_road(memory, monkeypatch, request, launcher):
+    torch = pytest.importorskip("torch")
+    if launcher == "compiled":
+        request.getfixturevalue("compiled")
+    begun = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**{**vars(torch), "cuda": begun}))
+    found = loaded(memory, launcher=launcher)
+    again, roads = found.as_memo(), found._roads
+    kinds = []
+    for caller in (found, found, again, again, found[3]):
+        caller(MEMORY, MEMORY + 64, 7, stream=5)
+        kinds.append(found.__call__ is roads.launch)
+    assert len(memory.launches()) == 5
+    assert kinds == [False, True, True, True, True]
+    assert again.__call__ is roads.launch
+    assert isinstance(roads.launch, types.BuiltinFunctionType) is (launcher == "compiled")
 
 
 def test_addresses_alone_name_no_stream(memory):
@@ -527,59 +547,6 @@ def test_scratch_is_no_argument():
 )
 def test_the_generated_launch_is_python(params):
     compile(quick_source(contract(*params)), "<launch>", "exec")
-
-
-def generated(found: Contract, launched: list, slow: list):
-    """The generated launch function of a kernel without pointers, over a driver that only takes notes."""
-
-    def launch_kernel(config, function, params, extra):
-        launched.append((function, struct.unpack_from("<7I", ctypes.string_at(config.value, 28))))
-        return 0
-
-    namespace = {
-        "_current_device": lambda: 0,
-        "_declared": {0: "declared"},
-        "_generic": {0: "generic"},
-        "_slow": lambda args, stream, grid: slow.append(args),
-        "_take": [].pop,
-        "_give": lambda slot: None,
-        "_new": lambda: Slot(found),
-        "_pack": layout(found).pack_into,
-        "_launch": launch_kernel,
-        "_no_context": 201,
-        **FUNCTIONS,
-    }
-    exec(quick_source(found), namespace)
-    return namespace["launch"]
-
-
-N = Param("n", "i64", "", 0, 8, divisible_by=8)
-M = Param("m", "i32", "", 8, 4)
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ((80, 8), ("declared", (10, 1, 1, 128, 1, 1, 64))),
-        ((81, 9), ("generic", (9, 1, 1, 128, 1, 1, 64))),
-        ((0, 8), None),
-        ((-8, 8), None),
-        ((8, 0), None),
-        ((2**32 + 8, 1), None),
-        ((80, 2**31), None),
-        ((80.0, 8), None),
-        ((True, 8), None),
-        ((80,), None),
-        ((80, 8, 1), None),
-        ((np.int64(80), 8), None),
-    ],
-    ids=range(12),
-)
-def test_the_generated_launch_takes_what_fits_and_leaves_the_rest_to_the_slow_road(args, expected):
-    launched, slow = [], []
-    generated(contract(N, M, grid=("n // m",), shared_bytes="size * 8"), launched, slow)(*args)
-    assert launched == ([expected] if expected else [])
-    assert slow == ([] if expected else [args])
 
 
 def test_a_kernel_shows_the_facts_of_its_manifest():
