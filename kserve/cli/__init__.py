@@ -87,8 +87,7 @@ def _up(arguments: argparse.Namespace) -> int:
     settings = load_settings({"idle_s": idle_s})
     if arguments.detach:
         return _up_detached(arguments, settings)
-    boot.run(settings)
-    return 0
+    return boot.run(settings)
 
 
 def _up_detached(arguments: argparse.Namespace, settings: Settings) -> int:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from typing import NoReturn
 
 from kserve.config import Settings, load_settings
 from kserve.errors import DaemonUnreachable, KserveError, ToolchainMissing
@@ -28,11 +29,11 @@ def main() -> int:
     except KserveError as error:
         print(json.dumps({"error": error.to_wire()}), flush=True)  # noqa: T201 - read by who started us
         return error.exit_status
-    return status or 0
+    return status
 
 
-def run(settings: Settings) -> None:
-    """Run a daemon in this process. Raises: ToolchainMissing when a package it needs is not installed."""
+def run(settings: Settings) -> NoReturn:
+    """Run a daemon; the process ends with it. Raises: ToolchainMissing when a package it needs is not installed."""
     from importlib.util import find_spec
 
     missing = [name for name in _PACKAGES if find_spec(name) is None]

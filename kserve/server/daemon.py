@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 import uvloop
@@ -64,8 +64,8 @@ class PeerCheckedProtocol(HttpToolsProtocol):
             super().connection_lost(exc)
 
 
-def run(settings: Settings) -> None:
-    """Run a daemon until it is told to end or has been idle for `settings.idle_s`.
+def run(settings: Settings) -> NoReturn:
+    """Run a daemon until it is told to end or has been idle for `settings.idle_s`; ends the process.
 
     Raises: ServiceError when the store already has a daemon; StoreError, ForeignPeer when a directory cannot be used.
     """
@@ -84,6 +84,8 @@ def run(settings: Settings) -> None:
                 with contextlib.suppress(OSError):  # the next one replaces it
                     settings.socket.unlink()
             logger.info("ended pid=%d", os.getpid())
+    logging.shutdown()
+    os._exit(0)  # everything is in order; the interpreter's own end would wait for a thread that is busy
 
 
 def _raise_descriptor_limit() -> None:
@@ -108,9 +110,16 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Threads(ThreadPoolExecutor):
+    """Threads whose end nobody waits for: a look through a large store takes minutes."""
+
+    def shutdown(self, *_: Any, **__: Any) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 def _start_threads() -> ThreadPoolExecutor:
     """Threads for slow look-ups, all of them started now: later the limit on processes may be reached. Raises: BuildError."""
-    threads, together = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="kserve"), threading.Barrier(_N_THREADS)
+    threads, together = _Threads(_N_THREADS, thread_name_prefix="kserve"), threading.Barrier(_N_THREADS)
     try:
         started = [threads.submit(together.wait) for _ in range(_N_THREADS)]  # none is idle before all of them run
     except RuntimeError as error:

@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kserve.artifact import manifest_from_bytes
 from kserve.build.reaper import members
 from kserve.client import connection, start
 from kserve.config import Settings
+from kserve.errors import KserveError
 from tests.support.daemon import Daemon, answers, ask, assert_sound, daemon, settings_of, variables
 from tests.support.definitions import write_cuda
 from tests.support.processes import REPOSITORY, compilers_of, daemon_pid, wait_for, workers
@@ -231,6 +233,28 @@ def test_ctrl_c_at_the_terminal_of_a_daemon_ends_it_with_its_builds(root: Path):
         assert time.monotonic() - began < 5
         assert [pid for session in started for pid in members(session)] == []
         assert workers(root) == []
+
+
+# A daemon whose look through the store takes a minute, as that of a large one does.
+LOOKS_LONG = """
+import sys, time
+from kserve.server import routes
+routes.verify_store = lambda *arguments, **options: (print("looking", file=sys.stderr, flush=True), time.sleep(60))
+from kserve.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_ends_it_while_it_looks_through_the_store(root: Path):
+    with daemon(root, program=("-c", LOOKS_LONG)) as found, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(found.call, "POST", protocol.VERIFY)
+        wait_for(lambda: "looking" in found.log, what="the look")
+        began = time.monotonic()
+        found.process.terminate()
+        assert found.process.wait(20) == 0
+        assert time.monotonic() - began < 5
+        with pytest.raises(KserveError):
+            asked.result(10)
 
 
 WAIT = "from kserve import get_kernel; get_kernel('slow', target='sm_90')"
