@@ -140,10 +140,13 @@ async def artifacts(
 
 
 def _listed(service: KernelService, name: str, target: str) -> list[dict[str, Any]]:
-    found = [m for m in service.artifacts.manifests() if name in ("", m.name) and target in ("", m.target)]
-    found.sort(key=lambda manifest: -manifest.created_at)
     pinned = service.upkeep.pins()
-    return [{**_summary(manifest), "pinned": manifest.key in pinned} for manifest in found]
+    found = [
+        {**_summary(manifest), "pinned": manifest.key in pinned}
+        for manifest in service.artifacts.manifests()
+        if name in ("", manifest.name) and target in ("", manifest.target)
+    ]
+    return sorted(found, key=lambda row: -row["created_at"])
 
 
 def _summary(manifest: Manifest) -> dict[str, Any]:

@@ -47,8 +47,10 @@ def _selected(service: KernelService, body: PruneModel) -> list[str]:
     own = {key: stat.st_mtime for key, stat in service.upkeep.files.stats("manifest")}
     named = {find(service, key).key for key in body.keys} if body.keys else set(own)
     used_before = time.time() - body.unused_s
-    old = {key for key in named & set(own) if own[key] <= used_before}
-    return sorted(key for key in old if _fits(service.artifacts.manifest(key), body))
+    old = sorted(key for key in named & set(own) if own[key] <= used_before)
+    if not body.name and not body.target:
+        return old
+    return [key for key in old if _fits(service.artifacts.manifest(key), body)]
 
 
 def _fits(manifest: Manifest | None, body: PruneModel) -> bool:

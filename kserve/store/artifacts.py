@@ -219,9 +219,13 @@ class Artifacts:
         """The keys of every artifact that begin so, in order."""
         return sorted({key for tier in (self.files, self._memory, self.layers) for key in tier.keys("manifest", prefix)})
 
-    def manifests(self) -> list[Manifest]:
-        """Every readable manifest."""
-        return [manifest for key in self.keys() if (manifest := self.manifest(key)) is not None]
+    def manifests(self) -> Iterator[Manifest]:
+        """Every readable manifest, one after the other: all of them together may be more than the memory of the machine."""
+        for key in self.keys():
+            for content in self._versions(f"manifest/{key}"):
+                with contextlib.suppress(CorruptArtifact):  # its own request will say it
+                    yield manifest_from_bytes(content, key=key)
+                    break
 
     @property
     def n_in_memory(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kserve.artifact import Manifest, manifest_from_bytes
@@ -60,6 +61,8 @@ def _is_orphaned(store: FileStore, manifest: Manifest) -> bool:
     return not is_whole and store.path(f"manifest/{manifest.key}").is_file()
 
 
-def _drawn(store: FileStore, kind: str, sample: int | None) -> list[str]:
+def _drawn(store: FileStore, kind: str, sample: int | None) -> Iterable[str]:
+    if sample is None:
+        return store.keys(kind)
     found = list(store.keys(kind))
-    return found if sample is None or sample >= len(found) else random.sample(found, sample)
+    return random.sample(found, min(sample, len(found)))

@@ -363,7 +363,7 @@ def test_a_source_that_vanishes_before_its_build_is_never_compiled_as_an_empty_f
             service.artifacts.files.delete(f"source/{digests['a.cuh']}")
             with contextlib.suppress(KserveError):
                 assert isinstance(await asked, MissingSources)
-            assert service.artifacts.manifests() == []
+            assert list(service.artifacts.manifests()) == []
         finally:
             await service.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,6 +294,66 @@ def test_a_directory_in_quarantine_can_be_purged(store: FileStore):
     assert opened(store).purge_quarantine()[0] == 2
     assert (store.root / "manifest").is_dir()
     assert [*(store.root / "quarantine").iterdir()] == []
+
+
+# ---- beside everything else ----------------------------------------------------------------------------------------
+
+
+def test_a_hit_never_waits_for_the_upkeep(store: FileStore):
+    """Whatever it finds: it runs on the loop that answers everybody."""
+    upkeep = opened(store)
+    artifacts = artifacts_of(upkeep)
+    for number in range(4):
+        publish(artifacts, number)
+    for number, kind in ((1, "payload"), (2, "manifest")):
+        path = store.path(f"payload/{digest_of(payload_of(number))}" if kind == "payload" else f"manifest/{key_of(number)}")
+        path.chmod(0o600)
+        path.write_bytes(b"damaged")
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with upkeep.publishing():
+            held.set()
+            done.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(5)
+    try:
+        began = time.monotonic()
+        found = [artifacts.manifest(key_of(number)) for number in range(4)]
+        assert [manifest is not None for manifest in found] == [True, True, False, True]
+        assert [artifacts.is_sound(manifest) for manifest in found if manifest] == [True, False, True]
+        upkeep.touch(key_of(0))
+        assert time.monotonic() - began < 1
+    finally:
+        done.set()
+        holder.join()
+    upkeep.tend()
+    assert upkeep.index.usage() == looked_up(store.root)
+    assert numbers(store) == [0, 3]
+
+
+def test_publications_go_on_while_the_index_is_made_again(store: FileStore):
+    for number in range(1000):
+        payload = payload_of(number, 40)
+        manifest = manifest_of(number, payload)
+        write_fast(store.root, "payload", manifest.digest, payload)
+        write_fast(store.root, "manifest", manifest.key, manifest.to_bytes())
+    upkeep = Upkeep(store, WIDE, in_use=tuple)
+    artifacts = artifacts_of(upkeep)
+    upkeep.mend()
+    longest, number = 0.0, 1000
+    while upkeep.index.stale:
+        began = time.monotonic()
+        publish(artifacts, number)
+        upkeep.prune([key_of(number - 500)])
+        longest, number = max(longest, time.monotonic() - began), number + 1
+    assert number > 1005
+    assert longest < 2
+    assert upkeep.index.usage() == looked_up(store.root)
+    upkeep.close()
+    assert opened(store).index.usage() == looked_up(store.root)
 
 
 # ---- size ----------------------------------------------------------------------------------------------------------

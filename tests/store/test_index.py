@@ -168,7 +168,8 @@ def test_the_sums_stay_true_whatever_happens(store: FileStore, root: Path, seed:
         assert life.upkeep.index.stale == "", number
         if number % 5 == 0:
             assert life.upkeep.index.usage() == looked_up(root), number
-    life.artifacts.manifests()  # what is damaged and was not noticed yet
+    for number in range(12):
+        life.artifacts.manifest(key_of(number))  # what is damaged and was not noticed yet
     life.upkeep.tend()
     assert life.upkeep.index.usage() == looked_up(root)
     named = named_by_files(life.artifacts)
