@@ -15,7 +15,7 @@ from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.lease import Lease, Leases
 from kserve.build.plan import Plan, contract_of
-from kserve.build.planner import KernelRequest, MissingSources, Planner
+from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of
 from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Scratch, Staging
@@ -76,8 +76,9 @@ class KernelService:
         Raises: KserveError of any kind; a failed build raises the same error for everybody who waits.
         """
         self.counters["requests"] += 1
-        if self.planner.definition(request) is None:
-            return self.planner.missing(request)
+        while self.planner.definition(request) is None:
+            if (missing := missing_of(self.planner.sources(request))).digests:  # else it was sent this moment
+                return missing
         planning = asyncio.create_task(self.planner.plan(request))
         planning.add_done_callback(lambda task: task.cancelled() or task.exception())
         began = time.monotonic()
@@ -93,9 +94,11 @@ class KernelService:
         for plan in plans:
             self.leases.check(plan.key)
         hits = [self._lookup(plan, client, owed[plan.key]) for plan in plans]
-        if any(hit is None for hit in hits) and (missing := self.planner.missing(request)).digests:
+        looked_up = {} if all(hits) else self.planner.sources(request)
+        if (missing := missing_of(looked_up)).digests:
             return missing
-        found = [hit or self._lease(plan, request, client) for hit, plan in zip(hits, plans, strict=True)]
+        sources = {digest: content for digest, content in looked_up.items() if content is not None}
+        found = [hit or self._lease(plan, request, sources, client=client) for hit, plan in zip(hits, plans, strict=True)]
         leases = [item for item in found if isinstance(item, Lease)]
         tasks = {lease.id: lease.task for lease in leases if lease.task is not None}
         if tasks:
@@ -134,7 +137,7 @@ class KernelService:
         self.artifacts.reasons.lose(plan.key, f"collided: {changed}")
         return False
 
-    def _lease(self, plan: Plan, request: KernelRequest, client: str) -> Lease:
+    def _lease(self, plan: Plan, request: KernelRequest, sources: Mapping[str, bytes], *, client: str) -> Lease:
         running = self.leases.join(plan.key, client)
         if running is not None:
             self.counters["joined"] += 1
@@ -150,12 +153,13 @@ class KernelService:
         lease = self.leases.new(
             key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client, reason=reason
         )
-        return self.leases.start(lease, lambda held: self._build(held, plan, request.environment))
+        files = {name: sources[digest] for name, digest in plan.files.items()}  # what was looked at, whatever comes after
+        return self.leases.start(lease, lambda held: self._build(held, plan, request.environment, files))
 
-    async def _build(self, lease: Lease, plan: Plan, environment: Environment) -> Manifest:
+    async def _build(self, lease: Lease, plan: Plan, environment: Environment, files: dict[str, bytes]) -> Manifest:
         """Stage, compile, publish."""
-        files = {name: self._source(name, digest) for name, digest in plan.files.items()}
         staging = self.scratch.stage(files)
+        files.clear()  # they lie in the staging directory now, for as long as the build waits its turn
         lease.log = staging.log
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
@@ -182,12 +186,6 @@ class KernelService:
         now = await self.fingerprints.of(plan.job.language, environment, look_again=True)
         if now.files != plan.components["toolchain.files"]:
             raise BuildError(f"{plan.name} is not kept: its compiler was replaced during the build", hint="call again")
-
-    def _source(self, name: str, digest: str) -> bytes:
-        content = self.artifacts.get(f"source/{digest}")
-        if content is None:
-            raise StoreError(f"source {name} has vanished from the store since it was uploaded", hint="call again")
-        return content
 
     def _publish(self, plan: Plan, built: Built, staging: Staging, lease: Lease) -> Manifest:
         contract = contract_of(plan, built)

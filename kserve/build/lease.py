@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kserve.artifact import Manifest
 from kserve.errors import BuildError, CompileFailed, DaemonEnding, KserveError, RequestError, from_wire
 
-_REMEMBERED = 2000
+_REMEMBERED = 1000
 # Of so many ended builds the log and the result are kept too; an older log lies with its artifact.
 _KEPT_WHOLE = 100
 

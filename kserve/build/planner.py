@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kserve.alias import Alias, Stamps
@@ -89,12 +90,13 @@ class Planner:
             remember(self._definitions, digest, read_definition(content, origin=FILE_NAME))
         return self._definitions[digest]
 
-    def missing(self, request: KernelRequest) -> MissingSources:
-        """The files that have to be sent; those that are here are in use from now on."""
-        names = {digest: f"source/{digest}" for digest in request.files.values()}
-        for name in names.values():
-            self._artifacts.files.touch(name)
-        return MissingSources(sorted(digest for digest, name in names.items() if self._artifacts.get(name) is None))
+    def sources(self, request: KernelRequest) -> dict[str, bytes | None]:
+        """The request's files by digest, None for one that has to be sent; those that are here are in use from now on."""
+        found = {}
+        for digest in sorted({*request.files.values()}):
+            self._artifacts.files.touch(f"source/{digest}")
+            found[digest] = self._artifacts.get(f"source/{digest}")
+        return found
 
     async def keep_alias(self, request: KernelRequest, variants: list[Manifest]) -> None:
         """Keep the answer for the next client, which then needs no daemon."""
@@ -111,3 +113,8 @@ class Planner:
         alias = Alias(compacts, definition.language, found.version, digest_of(toolchain), stamps)
         await asyncio.to_thread(self._artifacts.keep_alias, name, alias, toolchain)
         remember(self._aliases, name, (state, files.stamp(f"alias/{name}")))
+
+
+def missing_of(sources: Mapping[str, bytes | None]) -> MissingSources:
+    """The files that have to be sent."""
+    return MissingSources([digest for digest, content in sources.items() if content is None])

@@ -120,7 +120,7 @@ def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline:
     if not connection.is_open and not listens(here.settings.socket):  # no daemon is started for a wish it would refuse
         _check(wanted, found)
     requests = _requests(here, wanted, found)
-    sent: set[str] = set()
+    sent: dict[str, int] = {}
     began = time.monotonic()
     while True:
         wait_s = max(0.0, min(_PATIENCE_S, deadline - time.monotonic()))
@@ -155,14 +155,14 @@ def _find(here: _Session, wish: Wanted) -> _Found:
     return _Found(entry, after if entry == first and before == after else None)
 
 
-def _upload(connection: Connection, found: list[_Found], missing: set[str], sent: set[str]) -> None:
-    """Send the files the daemon lacks, each once. Raises: ServiceError when it does not keep what it was sent."""
-    if missing <= sent:
+def _upload(connection: Connection, found: list[_Found], missing: set[str], sent: dict[str, int]) -> None:
+    """Send the files the daemon lacks. Raises: ServiceError when it does not keep what it was sent again and again."""
+    if any(sent.get(digest, 0) >= _ATTEMPTS for digest in missing):
         raise ServiceError("the daemon lacks sources that it was just sent", hint="kserve status shows the state of its store")
     contents = {digest_of(content): content for item in found for content in item.entry.files.values()}
     for digest in missing:
         connection.call("POST", protocol.SOURCES, contents[digest])
-    sent |= missing
+        sent[digest] = sent.get(digest, 0) + 1
 
 
 def _check(wanted: list[Wanted], found: list[_Found]) -> None:

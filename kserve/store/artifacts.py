@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from heapq import nlargest
+from sys import intern
 from typing import TypeVar
 
 from kserve.alias import Alias, alias_to_bytes
@@ -164,6 +165,8 @@ class Artifacts:
             except CorruptArtifact as error:
                 self._put_aside(name, error)
                 continue
+            shared = {intern(label): intern(text) for label, text in manifest.components.items()}
+            manifest = manifest._replace(components=shared)  # most are equal in all artifacts of a kernel
             remember(self._manifests, key, (content, manifest))
             return manifest
         return None

@@ -370,6 +370,32 @@ def test_a_source_that_vanishes_before_its_build_is_never_compiled_as_an_empty_f
     asyncio.run(body())
 
 
+def test_a_source_that_vanishes_after_it_was_looked_at_is_built_all_the_same(own_place: Path):
+    """Between the look and the build it may be damaged, or evicted: the bytes of the look are built."""
+    files = {"kernel.toml": CUDA_TOML.encode(), "kernel.cu": CUDA_SOURCE.encode()}
+
+    async def body() -> None:
+        service = KernelService(load_settings(), FileStore(load_settings().store, writable=True))
+        get, seen = service.artifacts.get, []
+
+        def once(name: str) -> bytes | None:
+            seen.append(name)
+            return get(name) if seen.count(name) == 1 or not name.startswith("source/") else None
+
+        try:
+            digests = {name: service.artifacts.add_source(content) for name, content in files.items()}
+            request = KernelRequest("scale", digests, {}, TARGET, Environment(sys.executable, ()))
+            service._definition(request)
+            seen.clear()
+            service.artifacts.get = once
+            answer = await service.resolve(request, client="a", wait_s=60)
+            assert [variant.origin for variant in answer] == ["built", "built"]
+        finally:
+            await service.close()
+
+    asyncio.run(body())
+
+
 def test_no_build_is_an_error_for_a_miss_and_nothing_for_a_hit(kernels: Path):
     write_cuda(kernels / "scale")
     missed = fresh(KSERVE_NO_BUILD="1")

@@ -15,7 +15,7 @@ import pytest
 from kserve import client, get_kernel, protocol
 from kserve.client.connection import Connection
 from kserve.client.resolve import session
-from kserve.errors import NotBuilt
+from kserve.errors import KserveError, NotBuilt
 from kserve.key import digest_of
 from kserve.store.files import FileStore
 from tests.support.daemon import Daemon, ask, assert_sound, daemon
@@ -197,6 +197,29 @@ def test_an_artifact_that_is_evicted_after_the_daemon_looked_is_built_again(
         assert (again.origin, again.digest) == ("built", kernel.digest)
         assert again.manifest.reason == "evicted"
         assert "quarantined" not in found.log
+
+
+@pytest.mark.parametrize(("n_lost", "code"), [(3, ""), (10**6, "service-failed")])
+def test_sources_that_are_lost_again_are_sent_again_but_not_for_ever(
+    root: Path, asking: None, monkeypatch: pytest.MonkeyPatch, n_lost: int, code: str
+):
+    with daemon(root):
+        call, lost = Connection.call, []
+
+        def losing(connection: Connection, method: str, path: str, body: object = None, **more: Any) -> Any:
+            answer = call(connection, method, path, body, **more)
+            if path == protocol.SOURCES and len(lost) < n_lost:
+                lost.append(FileStore(root / "store", writable=False).path(f"source/{answer['digest']}"))
+                lost[-1].unlink()
+            return answer
+
+        monkeypatch.setattr(Connection, "call", losing)
+        try:
+            origin = get_kernel("scale", target="sm_90").origin
+        except KserveError as error:
+            assert (error.code, len(lost) < 30) == (code, True)
+        else:
+            assert (origin, code) == ("built", "")
 
 
 SWAPS: dict[str, Callable[[Path, Path], object]] = {
