@@ -248,9 +248,9 @@ class KernelService:
         """
         if self._closing:
             raise _ending()
-        manifests = self.artifacts.manifests()
-        if sample is not None and sample < len(manifests):
-            manifests = random.sample(manifests, sample)
+        keys = self.artifacts.keys()
+        drawn = keys if sample is None or sample >= len(keys) else random.sample(keys, sample)
+        manifests = (manifest for key in drawn if (manifest := self.artifacts.manifest(key)) is not None)
         task = asyncio.create_task(
             rebuild(
                 manifests,

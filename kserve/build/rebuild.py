@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ class _SkippedError(Exception):
 
 
 async def rebuild(
-    manifests: list[Manifest],
+    manifests: Iterable[Manifest],
     settings: Settings,
     scratch: Path,
     *,
