@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kserve.errors import InvalidSpec, LockMismatch, RequestError
 from kserve.spec import Spec, is_same_value
-from kserve.target import parse_target
+from kserve.target import Target, parse_target
 
 LOCK_SCHEMA = 1
 
@@ -49,10 +49,17 @@ class Locked(NamedTuple):
 
     def answers(self, name: str, spec: Mapping[str, object], target: str) -> bool:
         """Whether this is the kernel of that wish."""
-        if name != self.name or str(parse_target(target)) not in (self.target, self.exact) or not set(spec) <= set(self.spec):
+        if name != self.name or not self._is_for(parse_target(target)) or not set(spec) <= set(self.spec):
             return False
         wished = {**self.defaults, **spec}
         return all(axis in wished and is_same_value(value, wished[axis]) for axis, value in self.spec.items())
+
+    def _is_for(self, target: Target) -> bool:
+        """A bare sm_90 stands for whatever exact target the kernel has for it."""
+        if str(target) in (self.target, self.exact):
+            return True
+        exact = parse_target(self.exact)
+        return target.backend == exact.backend == "cuda" and not target.suffix and target.capability == exact.capability
 
 
 class Lock(NamedTuple):

@@ -58,8 +58,10 @@ BARS = [
     Bar("first: Triton's warm cache / kserve", f"triton-warm:{R} / kserve-direct:{R}", "first", 20.0, at_least=True),
     Bar("further: Triton's warm cache / kserve", f"triton-warm:{R} / kserve-direct:{R}", "further", 3.0, at_least=True),
     Bar("16 processes cold / one", f"crowd-16-kserve-built:{R} / crowd-1-kserve-built:{R}", "wall", 1.1),
-    Bar("launch: kserve / Triton", "launch:kserve realspace_fwd / launch:triton realspace_fwd", "launch", 0.70),
-    Bar("launch: kserve - driver, us", "launch:kserve realspace_fwd", "over_driver", 3.5),
+    Bar("launch: Python road / Triton", f"launch:kserve {R}, python / launch:triton {R}", "launch", 0.70),
+    Bar("launch: Python road - driver, us", f"launch:kserve {R}, python", "over_driver", 3.5),
+    Bar("launch: compiled / Triton", f"launch:kserve {R}, compiled / launch:triton {R}", "launch", 0.65),
+    Bar("launch: compiled - driver, us", f"launch:kserve {R}, compiled", "over_driver", 1.5),
 ]
 COLUMNS = ("first", "first_with_torch", "start_to_first", "second", "further", "batch", "wall", "process")
 

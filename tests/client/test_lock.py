@@ -10,7 +10,7 @@ import pytest
 
 from kserve import client, get_kernel
 from kserve.errors import LockMismatch, RequestError
-from kserve.lockfile import read_lock
+from kserve.lockfile import Locked, LockedArtifact, read_lock
 from tests.support.definitions import CUDA_SOURCE, write_cuda
 from tests.support.processes import kserve, python
 
@@ -149,3 +149,20 @@ def test_everything_the_store_holds_can_be_locked(kernels: Path, own_place: Path
     assert {locked.spec["size"] for locked in read_lock(path).kernels} == {8, 16, 24}
     client.forget()
     assert get_kernel("scale", target=TARGET, size=24).origin == "disk"
+
+
+@pytest.mark.parametrize(
+    ("locked", "exact", "wished", "answers"),
+    [
+        ("cuda:sm_90", "cuda:sm_90a", "sm_90", True),
+        ("cuda:sm_90", "cuda:sm_90a", "cuda:sm_90a", True),
+        ("cuda:sm_90a", "cuda:sm_90a", "cuda:sm_90", True),
+        ("cuda:sm_90", "cuda:sm_90", "cuda:sm_90a", False),
+        ("cuda:sm_90a", "cuda:sm_90a", "cuda:sm_80", False),
+        ("hip:gfx942", "hip:gfx942", "gfx942", True),
+        ("hip:gfx942", "hip:gfx942", "cuda:sm_90", False),
+    ],
+)
+def test_a_bare_target_stands_for_the_exact_one_that_is_locked(locked, exact, wished, answers):
+    entry = Locked("k", locked, exact, {"n": 1}, {}, (LockedArtifact("declared", "a" * 64, "b" * 64),))
+    assert entry.answers("k", {"n": 1}, wished) == answers
