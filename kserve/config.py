@@ -272,7 +272,7 @@ def built_in_roots() -> tuple[Path, ...]:
 
 def environment_of_process() -> dict[str, Any]:
     """What decides which compilers this process would use: interpreter, PYTHONPATH, versions already imported."""
-    loaded = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in ("torch", "triton")}
+    loaded = {name: imported_version(name) for name in ("torch", "triton")}
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     site = sys.modules.get("site")  # a worker has another HOME: name the user's own packages
     if site is not None and getattr(site, "ENABLE_USER_SITE", False):
@@ -283,6 +283,11 @@ def environment_of_process() -> dict[str, Any]:
         "python_path": python_path,
         "loaded": {k: v for k, v in loaded.items() if v},
     }
+
+
+def imported_version(package: str) -> str:
+    """The version of a package that this process has imported; empty where it has not."""
+    return str(getattr(sys.modules.get(package), "__version__", ""))
 
 
 def python_command(python: str, module: str, *arguments: str) -> list[str]:

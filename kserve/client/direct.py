@@ -16,7 +16,7 @@ from kserve.artifact import Artifact, Manifest, from_compact, manifest_from_byte
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.client.report import Call, Loaded, report
-from kserve.config import Settings, built_in_roots, environment_of_process, load_settings
+from kserve.config import Settings, built_in_roots, environment_of_process, imported_version, load_settings
 from kserve.errors import CorruptArtifact, ForeignPeer, LoadError, StoreError
 from kserve.ownership import identities, refuse_foreign
 from kserve.store.files import FileStore
@@ -104,7 +104,7 @@ class Local:
 
     def is_same_compiler(self, alias: Alias) -> bool:
         """Whether the files of the alias's compiler are as they were, and nobody here has imported another version."""
-        imported = environment_of_process()["loaded"].get(alias.language)
+        imported = imported_version(alias.language)
         if imported and imported.partition("+")[0] != alias.version.partition("+")[0]:
             return False
         if time.monotonic() < self._trusted.get(alias.toolchain, 0.0):

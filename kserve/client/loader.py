@@ -41,6 +41,7 @@ class Driver:
             ) from None
         self._current = self.quick.cuCtxGetDevice
         self._primaries: dict[int, c_void_p] = {}
+        self._attributes: dict[tuple[int, int], int] = {}
         self.pid = os.getpid()
         self.check(self.slow.cuInit(0), "initialise the driver")
         version = c_int()
@@ -86,9 +87,13 @@ class Driver:
         return target_of_capability(self._attribute(device, _CAPABILITY_MAJOR), self._attribute(device, _CAPABILITY_MINOR))
 
     def _attribute(self, device: int, attribute: int) -> int:
-        value = c_int()
-        self.check(self.slow.cuDeviceGetAttribute(byref(value), attribute, device), f"ask CUDA device {device}")
-        return value.value
+        """A fact about the device, asked once: it does not change."""
+        known = self._attributes.get((device, attribute))
+        if known is None:
+            value = c_int()
+            self.check(self.slow.cuDeviceGetAttribute(byref(value), attribute, device), f"ask CUDA device {device}")
+            known = self._attributes[device, attribute] = value.value
+        return known
 
     def shared_bytes_limit(self, device: int) -> int:
         return self._attribute(device, _SHARED_OPTIN)

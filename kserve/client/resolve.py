@@ -116,7 +116,8 @@ def _wait_for_the_end(settings: Settings) -> None:
 
 def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline: float) -> list[list[Resolved]]:
     """One request, repeated while sources are missing or builds are running."""
-    found = [_find(here, wish) for wish in wanted]
+    entries = {name: _find(here, name) for name in dict.fromkeys(wish.name for wish in wanted)}
+    found = [entries[wish.name] for wish in wanted]
     if not connection.is_open and not listens(here.settings.socket):  # no daemon is started for a wish it would refuse
         _check(wanted, found)
     requests = _requests(here, wanted, found)
@@ -145,12 +146,12 @@ class _Found(NamedTuple):
     stamps: Stamps | None
 
 
-def _find(here: _Session, wish: Wanted) -> _Found:
+def _find(here: _Session, name: str) -> _Found:
     """Read the entry twice, between three looks at its files: the stamps are those of the very bytes that are sent."""
     roots = here.local.roots
-    first = catalog.find(wish.name, here.settings)
+    first = catalog.find(name, here.settings)
     before = survey(roots, str(first.folder))
-    entry = catalog.find(wish.name, here.settings)
+    entry = catalog.find(name, here.settings)
     after = survey(roots, str(entry.folder))
     return _Found(entry, after if entry == first and before == after else None)
 

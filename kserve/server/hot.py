@@ -147,10 +147,11 @@ async def resolve(service: KernelService, content: bytes, *, uid: int | None) ->
     """Find or build kernels. Raises: RequestError, ProtocolMismatch; what is wrong with one kernel is in its result."""
     request = read_resolve(content, may_alias=uid == os.getuid())
     protocol.check_protocol(request.protocol, version=request.version, ours=kserve.__version__)
-    answers = await asyncio.gather(
-        *(service.resolve(kernel, client=request.client, wait_s=request.wait_s) for kernel in request.kernels),
-        return_exceptions=True,
-    )
+    asked = []
+    for kernel in request.kernels:
+        asked.append(asyncio.create_task(service.resolve(kernel, client=request.client, wait_s=request.wait_s)))
+        await asyncio.sleep(0)  # the first builds begin while the last kernels of a large batch are still being planned
+    answers = await asyncio.gather(*asked, return_exceptions=True)
     return {"results": [_result(answer) for answer in answers]}
 
 
