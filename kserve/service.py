@@ -174,12 +174,22 @@ class KernelService:
             return manifest
         except BuildError as error:
             self.counters["failed"] += 1
+            if type(error) is BuildError:
+                await self._refuse_full_disk(plan)
             logger.warning("failed key=%s name=%s target=%s error=%s", plan.key[:12], plan.name, plan.target, error.message)
             raise _named(error, plan) from error
         finally:
             log = staging.log()
             lease.log = lambda: log
             staging.remove()
+
+    async def _refuse_full_disk(self, plan: Plan) -> None:
+        """A compiler that cannot write its result dies without a word. Raises: StoreError when the disk is why."""
+        try:
+            await asyncio.to_thread(self.artifacts.files.probe)
+        except StoreError as error:
+            logger.warning("failed key=%s name=%s error=%s", plan.key[:12], plan.name, error.message)
+            raise StoreError(f"cannot build {plan.name} for {plan.target}: {error.message}") from None
 
     async def _check_compiler(self, plan: Plan, environment: Environment) -> None:
         """The job may have waited for minutes. Raises: BuildError when the key's compiler is not the installed one any more."""

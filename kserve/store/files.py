@@ -33,6 +33,7 @@ MARKER = "KSERVE_STORE"
 _SUFFIXES = {"manifest": ".json"}
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _ELSEWHERE = "set KSERVE_STORE to a directory of its own that this user can write to"
+_PROBE_BYTES = 64 << 10
 
 
 class FileStore:
@@ -211,13 +212,13 @@ class FileStore:
         return digest_of("\n".join(stamps).encode())
 
     def probe(self) -> None:
-        """Write, sync and remove a byte. Raises: StoreError when the disk refuses."""
+        """Write, sync and remove as much as a record. Raises: StoreError when the disk refuses."""
         path = self.root / "tmp" / f"probe.{os.urandom(4).hex()}"
         if not self.writable:
             raise StoreError(f"store {self.root} was opened to read")
         try:
             with path.open("xb") as file:
-                file.write(b"\0")
+                file.write(bytes(_PROBE_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
