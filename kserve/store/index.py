@@ -9,6 +9,7 @@ mode of diskcache). The daemon is its only opener.
     count/<counter>       events since the store was made
     failure/<key>         a remembered compile error, as JSON, with an expiry
     shape                 what the store's directories looked like when the index was closed; empty while it is open
+    boot                  the run of the machine in which it was opened last
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ _MODE_RAW = 1
 _LOCK_TIMEOUT_S = 10.0
 # Room for a new database: with less the disk is full, and what is there is no worse for it.
 _PROBE_BYTES = 256 << 10
-# Without a map of the file: reading one that somebody cuts short would kill the process.
+# No mapped file and no shared memory: one that somebody cuts short would kill the process (SIGBUS). No syncs: after a power cut
+# the records are counted again.
 _OPTIONS = {
     "eviction_policy": "none",
     "cull_limit": 0,
     "statistics": 0,
+    "sqlite_journal_mode": "persist",
+    "sqlite_synchronous": 0,
     "sqlite_mmap_size": 0,
     "sqlite_cache_size": 1024,
     "sqlite_auto_vacuum": 0,
@@ -51,6 +55,7 @@ _PASSING = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE
 _ROWS = "SELECT key, raw, mode, filename, value FROM Cache WHERE key >= ? AND key < ? AND (value LIKE ? OR mode != 1)"
 _SHARDS = "SELECT DISTINCT substr(key, 8, instr(substr(key, 8), '/') + 2) FROM Cache WHERE key >= ? AND key < ?"
 _LAST = "\U0010ffff"  # no character of a key comes after it
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _Found = TypeVar("_Found")
 
 
@@ -154,9 +159,20 @@ class Index:
         return cache
 
     def _compared(self, cache: diskcache.Cache) -> str:
-        """Why it may differ from the files. A power cut may bring back a database that was closed: the shape tells."""
-        shape = cache.get("shape")
-        return "missing" if shape is None else "not closed" if not shape else "" if shape == self._shape() else "files changed"
+        """Why it may differ from the files."""
+        shape, boot = cache.get("shape"), _boot()
+        why = "missing" if shape is None else "not closed" if not shape else "" if shape == self._shape() else "files changed"
+        if why == "not closed" and cache.get("boot") != boot:  # a power cut: what reached the disk may be of any age
+            self._forget_records()
+        cache.set("boot", boot)
+        return why
+
+    def _forget_records(self) -> None:
+        """Counters stay. Raises: ValueError when not even they can be trusted."""
+        with contextlib.closing(_connected(self._database)) as connection, connection:
+            if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
+                raise ValueError("the index was torn by a power cut")
+            connection.execute("DELETE FROM Cache WHERE key >= 'record/' AND key < ? OR key = 'total'", ("record/" + _LAST,))
 
     def _fail(self, error: BaseException) -> None:
         """Close it over an error; one that a new database would not have had condemns this one."""
@@ -291,6 +307,13 @@ class Index:
     def _asked(self, question: str, prefix: str, *more: str) -> list[Any]:
         with contextlib.closing(_connected(self._database)) as connection:
             return connection.execute(question, (prefix, prefix + _LAST, *more)).fetchall()
+
+
+def _boot() -> str:
+    try:
+        return _BOOT.read_text()
+    except OSError:
+        return ""
 
 
 def _connected(database: Path) -> sqlite3.Connection:

@@ -259,6 +259,36 @@ def test_files_that_changed_after_a_clean_end_are_noticed(store: FileStore, root
     assert (again.index.stale, again.index.usage()) == ("", looked_up(root))
 
 
+@pytest.mark.parametrize("torn", [False, True])
+def test_after_a_power_cut_the_records_are_counted_again(
+    store: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch, torn: bool
+):
+    """Whatever the database says of them; the counters stay where it is whole."""
+    upkeep = opened(store)
+    for number in range(40):
+        publish(artifacts_of(upkeep), number)
+    upkeep.index.count({"hits": 5})
+    plant(root, key=f"record/payload/{digest_of(payload_of(1))}", value="4096 7")  # of another age than the rest
+    if torn:
+        with database(root).open("r+b") as file:
+            file.seek(8 * 4096)
+            file.write(bytes(4 * 4096))
+    (root.parent / "boot").write_text("the next one")
+    monkeypatch.setattr("kserve.store.index._BOOT", root.parent / "boot")
+    again = opened(store)
+    assert again.index.usage() == looked_up(root)
+    assert references(again, f"payload/{digest_of(payload_of(1))}") == 1
+    assert again.index.counters() == ({} if torn else {"hits": 5})
+
+
+def test_nothing_of_it_is_mapped_into_memory(store: FileStore, root: Path):
+    """A mapped file that somebody cuts short kills the process that touches it."""
+    upkeep = opened(store)
+    publish(artifacts_of(upkeep), 1)
+    assert {path.name for path in (root / "index").iterdir()} <= {"cache.db", "cache.db-journal"}
+    assert str(root) not in Path("/proc/self/maps").read_text()
+
+
 def test_a_use_is_no_change_of_the_files(store: FileStore):
     upkeep = opened(store)
     publish(artifacts_of(upkeep), 1)
@@ -520,7 +550,7 @@ def test_whatever_lies_in_its_place_is_replaced(place: Path, store: FileStore, r
 
 
 @pytest.mark.parametrize("how", ["removed", "empty", "half", "zeroed", "text"])
-@pytest.mark.parametrize("which", ["cache.db", "cache.db-wal"])
+@pytest.mark.parametrize("which", ["cache.db", "cache.db-journal"])
 def test_damage_while_it_is_open_is_mended(store: FileStore, root: Path, how: str, which: str):
     upkeep = opened(store)
     artifacts = artifacts_of(upkeep)
