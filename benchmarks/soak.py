@@ -91,7 +91,7 @@ __global__ void soak(const float* x, float* out, int n, float factor) {
 def client(log: Path, seed: int) -> None:
     """Ask for random kernels; a line of JSON for each answer."""
     from kserve import client as kserve_client
-    from kserve.client.resolve import Wanted, resolve
+    from kserve.client.direct import Wanted, resolve
     from kserve.errors import KserveError
 
     chance = random.Random(seed)

@@ -133,7 +133,6 @@ def _start_threads() -> ThreadPoolExecutor:
 async def _serve(settings: Settings, store: FileStore, listener: socket.socket, held: int) -> None:
     asyncio.get_running_loop().set_default_executor(_start_threads())
     service = KernelService(settings, store)
-    trusted = identities(settings.trusted_uids)
     ending: list[asyncio.Task[None]] = []
 
     def stop() -> None:
@@ -147,18 +146,7 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
 
     activity = Activity()
     app = HotRoad(service, activity, full)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            http=type("Protocol", (PeerCheckedProtocol,), {"trusted_uids": trusted}),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=_GRACE_S,
-            server_header=False,
-        )
-    )
+    server = _server(app, identities(settings.trusted_uids))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     logger.info("listening socket=%s store=%s pid=%d", settings.socket, settings.store, os.getpid())
@@ -171,6 +159,21 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         watch.cancel()
         warming.cancel()
         await service.close()
+
+
+def _server(app: HotRoad, trusted: frozenset[int]) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            http=type("Protocol", (PeerCheckedProtocol,), {"trusted_uids": trusted}),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_S,
+            server_header=False,
+        )
+    )
 
 
 async def _watch(app: HotRoad, service: KernelService, held: int, stop: Callable[[], None]) -> None:

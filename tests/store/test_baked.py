@@ -318,7 +318,7 @@ def test_root_bakes_and_another_user_reads(tmp_path_factory: pytest.TempPathFact
 # ---- the same store in another place -------------------------------------------------------------------------------
 
 GET = """
-from kserve.client.resolve import Wanted, resolve
+from kserve.client.direct import Wanted, resolve
 from kserve.key import digest_of
 (kernel,) = resolve([Wanted("scale", "sm_90", {})], load=False)
 print(kernel.origin, digest_of(kernel._roads.artifacts[0].payload))
@@ -383,17 +383,18 @@ import asyncio, json, os, sys
 import kserve.server.daemon, kserve.client.resolve, kserve.cli, kserve.kernel_toml, tomllib, http.client
 from kserve.config import load_settings
 os.setgid(54321); os.setuid(54321)
-from kserve import catalog, protocol
 from kserve.config import environment_of_process
 from kserve.service import KernelService
 from kserve.store.files import FileStore
-from kserve.server.models import KernelModel
+from kserve.build.planner import KernelRequest
+from kserve.build.pool import Environment
 settings = load_settings()
 async def main():
     service = KernelService(settings, FileStore(settings.store, writable=True))
-    wish = protocol.kernel_request("scale", files=json.loads(sys.argv[1]), spec={}, target="sm_90",
-                                   environment=environment_of_process(), build=False)
-    answer = await service.resolve(KernelModel(**wish).to_request(), client="x", wait_s=10)
+    here = environment_of_process()
+    place = Environment(here["python"], tuple(here["python_path"]))
+    wish = KernelRequest("scale", json.loads(sys.argv[1]), {}, "sm_90", place, build=False)
+    answer = await service.resolve(wish, client="x", wait_s=10)
     print(os.getuid(), answer[0].origin, answer[0].manifest.digest)
     await service.close()
 asyncio.run(main())
