@@ -114,8 +114,7 @@ def _down(arguments: argparse.Namespace) -> int:
         return _report(arguments, {"stopped": False}, "no daemon is running")
     connection.close()
     deadline = time.monotonic() + _DOWN_TIMEOUT_S
-    # Its last act after the lock is to let go of the index: whoever copies the store now copies it whole.
-    while _alive(settings) or Path(f"/proc/{pid}").exists():
+    while _alive(settings):
         if time.monotonic() > deadline:
             raise ServiceError(f"daemon {pid} did not end in {_DOWN_TIMEOUT_S:.0f} s")
         time.sleep(0.02)

@@ -48,7 +48,7 @@ def keys_on_disk(store: Path) -> set[str]:
 def test_what_a_full_disk_refuses_is_served_and_written_down_when_there_is_room(root: Path):
     """No restart: within seconds of the space that somebody frees. A build that cannot be staged fails with that reason."""
     with contextlib.ExitStack() as stack:
-        small = stack.enter_context(mounted(root / "small", "-o", "size=24m,mode=0700"))
+        small = stack.enter_context(mounted(root / "small", "-o", "size=96m,mode=0700"))
         found = stack.enter_context(daemon(root, KSERVE_STORE=str(small / "store")))
         connection = stack.enter_context(contextlib.closing(found.connection()))
         first = ask(connection, found.settings, "scale", size=1)["variants"][0]["manifest"]["key"]
