@@ -294,6 +294,7 @@ class KernelService:
         await self.pool.close()
         await self.tend()
         self.upkeep.close()
+        self.scratch.leave()
 
 
 def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str) -> Resolved:

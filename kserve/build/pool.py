@@ -26,6 +26,7 @@ _START_TIMEOUT_S = 120.0
 # A worker holds 100 MB and more; this many languages times environments stay loaded.
 _MOST_WORKERS = 8
 _TRIES = 3
+_END_S = 1.0
 
 
 class Environment(NamedTuple):
@@ -180,6 +181,12 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
+    async def end(self) -> None:
+        """Kill it, and wait a moment until its directory is removed."""
+        self.kill()
+        if self._attending is not None:
+            await asyncio.wait({self._attending}, timeout=_END_S)
+
     def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
             reaper.kill_session(self.process.pid)
@@ -328,8 +335,7 @@ class Pool:
     async def close(self) -> None:
         """Kill every worker and everything they started."""
         self._closing = True
-        for worker in (*self._workers.values(), *self._retired):
-            worker.kill()
+        await asyncio.gather(*(worker.end() for worker in (*self._workers.values(), *self._retired)))
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             while self._reaper.poll() is None:  # not in a thread: there may be no room for one

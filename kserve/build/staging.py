@@ -118,6 +118,12 @@ class Scratch:
                 refuse_foreign(place, place.lstat(), uids=identities())
                 for entry in list(os.scandir(place)):
                     _remove(entry)
+        self.leave()
+
+    def leave(self) -> None:
+        """Remove the directory elsewhere, where there is one and nothing is left in it."""
+        with contextlib.suppress(OSError, StoreError):
+            self._spare().rmdir()
 
     def _made(self, make: Callable[[Path], _Made]) -> _Made:
         reason = self.refused

@@ -312,14 +312,15 @@ def test_a_client_that_may_start_no_process_says_so(root: Path):
     assert "could not be started" in answer["text"]
 
 
-# A daemon in which removing a file or a directory fails with that error while the flag is there.
+# A daemon in which removing what lies beside the flag fails with that error while the flag is there.
 CLEAN_UP_FAILS = """
 import errno, os, sys
 number, flag = getattr(errno, sys.argv.pop(1)), sys.argv.pop(1)
 
 def failing(real):
     def call(path, *arguments, **options):
-        if os.path.exists(flag):
+        here = "dir_fd" in options or str(path).startswith(os.path.dirname(flag))
+        if here and os.path.exists(flag):
             raise OSError(number, os.strerror(number), path)
         return real(path, *arguments, **options)
     return call

@@ -33,7 +33,7 @@ from tests.support.slow_kernel import write_slow, write_slow_triton
 pytestmark = [pytest.mark.toolchain, pytest.mark.slow]
 
 # A cycle takes about a second and a half on two cores. 200 of them are run by hand before a release.
-N_CYCLES = 30
+N_CYCLES = 20
 # No cycle may take longer: a kill, and a daemon that answers again.
 CYCLE_S = 10.0
 # What a request may take after a kill besides its own compile: a process, a toolchain.
