@@ -19,7 +19,7 @@
 
 enum { MOST_PARAMS = 64, MOST_BYTES = 4096, MOST_DEPTH = 32, MOST_DEVICES = 64, N_SIZES = 7, NO_CONTEXT = 201 };
 
-/* ---- what others have fixed: DLPack 1.x and two functions of the driver ------------------------------------------------- */
+/* What others have fixed: DLPack 1.x and two functions of the driver. */
 
 typedef struct {
   int32_t type, index;
@@ -51,7 +51,7 @@ typedef int (*LaunchKernel)(void* function, unsigned x, unsigned y, unsigned z, 
                             unsigned block_z, unsigned shared_bytes, void* stream, void** params, void** extra);
 typedef int (*CurrentDevice)(int* device);
 
-/* ---- the description of a kernel ---------------------------------------------------------------------------------------- */
+/* The description of a kernel. */
 
 /* kind: p pointer, i signed, u unsigned, f float, b bool, s bytes, 0 scratch. */
 typedef struct {
@@ -106,7 +106,7 @@ typedef struct {
   _Alignas(64) unsigned char block[MOST_BYTES];
 } Call;
 
-/* ---- expressions: Python's integers, as long as they fit in 64 bits ----------------------------------------------------- */
+/* Expressions: Python's integers, as long as they fit in 64 bits. */
 
 static bool floor_divide(int64_t a, int64_t b, int64_t* quotient, int64_t* remainder) {
   if (b == 0 || (a == INT64_MIN && b == -1)) return false;
@@ -169,7 +169,7 @@ static bool evaluate(const Size* size, const int64_t* values, int64_t* result) {
   return *result >= size->least && *result <= size->most;
 }
 
-/* ---- arguments: true where one passes every guard ------------------------------------------------------------------------ */
+/* Arguments: true where one passes every guard. */
 
 static bool is_contiguous(const View* view) {
   int64_t expected = 1;
@@ -260,7 +260,7 @@ static bool read_arguments(const Launcher* self, PyObject* const* args, Call* ca
   return call->device >= 0 || !self->has_pointers;
 }
 
-/* ---- the rest of a launch: device, sizes, function, stream --------------------------------------------------------------- */
+/* The rest of a launch: device, sizes, function, stream. */
 
 /* The function's handle; NULL where the slow road has not loaded it on that device yet. */
 static void* function_on(Variant* variant, int device) {
@@ -337,8 +337,7 @@ static PyObject* launch(PyObject* object, PyObject* const* args, Py_ssize_t n_ar
                                (long long)size[3], (long long)size[4], (long long)size[5], (long long)size[6]);
 }
 
-/* ---- making one: every number is checked here, so that a launch need not --------------------------------------------------
- */
+/* Making one: every number is checked here, so that a launch need not. */
 
 static bool refuse(const char* what) {
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, what);
@@ -391,7 +390,7 @@ static bool read_params(Launcher* self, PyObject* params) {
   return true;
 }
 
-/* What the step leaves on the stack, by how much it grows; false where it would read below it or reach beyond its end. */
+/* Refuses a step that reads below the stack or grows it beyond its end; depth is what lies on it before, then after. */
 static bool check_step(const Launcher* self, const Step* step, int* depth) {
   if (step->op == 'k') {
     *depth += 1;

@@ -336,8 +336,6 @@ def test_an_array_of_another_library_takes_the_slow_road(road):
     assert road(SCALE)(array, floats(), 1000, 2.0)[0][0] is array
 
 
-# ---- expressions -----------------------------------------------------------------------------------------------------
-
 NAMES = ("a", "b", "size")
 OPERATORS = ("+", "-", "*", "//", "%", "==", "!=", "<", "<=", ">", ">=")
 numbers = st.integers(-(2**40), 2**40) | st.integers(-9, 9)
@@ -426,8 +424,6 @@ def test_sizes_stay_within_the_drivers_limits(road, sizes, b, fits):
     assert isinstance(road(kernel_with("*float32", "i64", **sizes))(x, b), Launched) is fits
 
 
-# ---- both, held against each other ---------------------------------------------------------------------------------------
-
 TENSORS = {
     "plain": lambda dtype: torch.zeros(40, dtype=dtype),
     "shifted": lambda dtype: torch.zeros(40, dtype=dtype)[1:],
@@ -506,9 +502,6 @@ def test_any_call_ends_alike_on_both_roads(stub, call):
     assert ends[0] == ends[1] or (ends[1] == "slow" and any(type(arg) is int and arg >= 2**63 for arg in args))
 
 
-# ---- what a launch leaves behind ------------------------------------------------------------------------------------------
-
-
 def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -583,9 +576,6 @@ def test_a_launch_that_waits_for_a_full_queue_lets_other_threads_go_on(road):
     os.close(theirs)
     assert road.stub.get("shut") == 0
     assert road.stub.get("n_launches") == 1
-
-
-# ---- the choice, and the compiled launcher by itself ------------------------------------------------------------------------
 
 
 def chosen(contract, launcher: str):
