@@ -1,8 +1,8 @@
-"""The daemon's private index over its store: sizes, references, counters, remembered failures. Only here is diskcache known.
+"""The daemon's private index over its store: sizes, references, counters, remembered failures. Only here and in `safe_disk.py`
+is diskcache known.
 
 The files are the truth and this is a memory of them, so that collecting needs no look at every one: a missing or damaged index
-is made again. Text only, inside the database: `SafeDisk` refuses pickle both ways and every path (CVE-2025-69872 is the default
-mode of diskcache). The daemon is its only opener.
+is made again. Text only, inside the database. The daemon is its only opener.
 
     record/<kind>/<hex>   bytes on the disk, how many manifests name it, and what a manifest names
     total                 sums over the records
@@ -28,12 +28,12 @@ import diskcache
 from kserve.errors import KserveError
 from kserve.ownership import private_directory
 from kserve.store.ledger import Ledger, Record, Usage, read_record
+from kserve.store.safe_disk import SafeDisk
 
 logger = logging.getLogger("kserve")
 SCHEMA = "2"
-_MOST_INLINE = 1 << 30  # nothing is ever put into a file beside the database
-_MODE_RAW = 1
 _LOCK_TIMEOUT_S = 10.0
+_PATIENCE_S = 0.5  # a start waits no longer for somebody who looks into the database
 # Room for a new database: with less the disk is full, and what is there is no worse for it.
 _PROBE_BYTES = 256 << 10
 # No mapped file and no shared memory: one that somebody cuts short would kill the process (SIGBUS). No syncs: after a power cut
@@ -57,40 +57,6 @@ _SHARDS = "SELECT DISTINCT substr(key, 8, instr(substr(key, 8), '/') + 2) FROM C
 _LAST = "\U0010ffff"  # no character of a key comes after it
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _Found = TypeVar("_Found")
-
-
-class SafeDisk(diskcache.Disk):  # type: ignore[misc]  # diskcache has no types
-    """Keys and values of text, inside the database. Anything else is refused, in and out.
-
-    Raises: TypeError or ValueError, before anything is decoded, opened or removed.
-    """
-
-    def put(self, key: object) -> tuple[str, bool]:
-        if type(key) is not str:
-            raise TypeError(f"an index key is a text, not {key!r}")
-        return key, True
-
-    def get(self, key: object, raw: object) -> str:
-        if not raw or type(key) is not str:
-            raise ValueError("the index holds a key that is no text")
-        return key
-
-    def store(self, value: object, read: object, key: object = None) -> Any:
-        if read or type(value) is not str:
-            raise TypeError(f"an index value is a text, not {type(value).__name__}")
-        self.min_file_size = _MOST_INLINE
-        return super().store(value, read, key)
-
-    def fetch(self, mode: object, filename: object, value: object, read: object) -> str:
-        if mode != _MODE_RAW or filename is not None or read or type(value) is not str:
-            raise ValueError("the index holds a value that is not a plain text")
-        return value
-
-    def filename(self, *_: object) -> tuple[str, str]:
-        raise ValueError("the index keeps nothing in files of its own")
-
-    def remove(self, file_path: object) -> None:
-        """A file name in a row is not ours: nothing is removed."""
 
 
 class Index:
@@ -150,7 +116,7 @@ class Index:
     def _opened(self) -> diskcache.Cache:
         is_new = not self._database.exists()
         if not is_new:
-            _refuse_foreign_settings(self._database)
+            _inspect(self._database)
         cache = diskcache.Cache(str(self._directory), timeout=_LOCK_TIMEOUT_S, disk=SafeDisk, **_OPTIONS)
         if is_new:
             cache.set("schema", SCHEMA)
@@ -316,14 +282,18 @@ def _boot() -> str:
         return ""
 
 
-def _connected(database: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{database.as_uri()}?mode=rw", uri=True)
+def _connected(database: Path, *, timeout_s: float = _LOCK_TIMEOUT_S) -> sqlite3.Connection:
+    return sqlite3.connect(f"{database.as_uri()}?mode=rw", timeout=timeout_s, uri=True)
 
 
-def _refuse_foreign_settings(database: Path) -> None:
-    """Raises ValueError for a setting that diskcache does not have: it would become an attribute of the cache."""
-    with contextlib.closing(_connected(database)) as connection:
+def _inspect(database: Path) -> None:
+    """Raises ValueError for a setting that diskcache does not have, which would become an attribute of the cache, and
+    sqlite3.Error for a database that is none, or that somebody holds: diskcache would try for a minute."""
+    with contextlib.closing(_connected(database, timeout_s=_PATIENCE_S)) as connection:
         found = {key for (key,) in connection.execute("SELECT key FROM Settings")}
+        connection.execute(f"PRAGMA journal_mode = {_OPTIONS['sqlite_journal_mode']}")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.rollback()
     foreign = found - {*diskcache.core.DEFAULT_SETTINGS, *diskcache.core.METADATA}
     if foreign:
         raise ValueError(f"the index holds the settings {foreign}")

@@ -21,8 +21,9 @@ from kserve.key import digest_of
 from kserve.store.artifacts import Artifacts
 from kserve.store.collect import Bounds
 from kserve.store.files import FileStore
-from kserve.store.index import Index, SafeDisk
+from kserve.store.index import Index
 from kserve.store.layers import Layers
+from kserve.store.safe_disk import SafeDisk
 from kserve.store.upkeep import Upkeep
 from tests.support.entries import key_of, looked_up, manifest_of, payload_of, put_entry
 from tests.support.processes import fill, mounted, wait_for
@@ -577,6 +578,26 @@ def test_an_index_that_goes_away_is_made_again(store: FileStore, root: Path):
         publish(artifacts_of(upkeep), number)
     upkeep.close()
     assert opened(store).index.usage() == looked_up(root)
+
+
+@pytest.mark.parametrize("mode", ["persist", "wal"])
+def test_a_database_that_somebody_holds_costs_no_start(store: FileStore, root: Path, mode: str):
+    """It is opened when he lets go of it; diskcache alone would try for a minute."""
+    upkeep = opened(store)
+    publish(artifacts_of(upkeep), 1)
+    upkeep.index.count({"hits": 5})
+    upkeep.close()
+    with contextlib.closing(sqlite3.connect(database(root), isolation_level=None)) as somebody:
+        somebody.execute(f"PRAGMA journal_mode = {mode}")
+        somebody.execute("BEGIN IMMEDIATE")
+        somebody.execute("UPDATE Cache SET tag = 1")
+        began = time.monotonic()
+        again = opened(store)
+        assert time.monotonic() - began < 3
+        assert "locked" in again.index.stale
+        assert again.usage() == looked_up(root)
+    wait_until_mended(again)
+    assert (again.index.usage(), again.index.counters()) == (looked_up(root), {"hits": 5})
 
 
 # ---- disks that refuse ---------------------------------------------------------------------------------------------
