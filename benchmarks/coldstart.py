@@ -236,7 +236,7 @@ def finish(run: Run, rows: list[report.Row], out: Path) -> None:
     rows = [*report.rows_of(run.records), *rows]
     found = {**run.facts, "date": time.strftime("%Y-%m-%d"), "failed": run.failed, "absent": run.absent}
     samples = {name: record.reports for name, record in run.records.items()}
-    stem = report.write(out, rows, {**found, "command": sys.argv[1:], "samples": samples})
+    stem = report.write(out, rows, {**found, "command": _said(sys.argv[1:]), "samples": samples})
     options = run.places.options
     bars = options.gpu and options.n_further == MOST_FURTHER  # one of them is about a batch of 50
     print(report.summary(rows, {**run.absent, **run.failed}, bars=bars))
@@ -257,6 +257,11 @@ def everything(run: Run, processes: list[str]) -> list[report.Row]:
     run.take_turns("first", share=timed * (SHARE_OF_FIRST if crowded else 1))
     run.take_turns("crowd", share=max(0.0, 1 - tail_s / max(run.left_s, tail_s + 1)))
     return [row for name in processes for row in run.process(name)]
+
+
+def _said(words: list[str]) -> list[str]:
+    """The command line without the place of the results, which is this machine's."""
+    return [word for position, word in enumerate(words) if word != "--out" and words[position - 1 : position] != ["--out"]]
 
 
 if __name__ == "__main__":
