@@ -4,8 +4,8 @@
 manifest an artifact, in memory where there is such a place), puts one real kernel into it, and takes with a real daemon:
 
     start_ms         from the start of the process to its first answered request, after a clean end and after a kill
-    resolve          POST /v1/resolve of that kernel over one kept connection, p50 and p99 in microseconds: alone, and while the
-                     index is compared with the files after the kill
+    resolve          POST /v1/resolve of that kernel over one kept connection, p50 and p99 in microseconds, all sizes in turn;
+                     and once more while the index is compared with the files after the kill
     status_ms, ls_ms GET /v1/status and GET /v1/artifacts
     rss_mib          resident memory: after the start, after the hits, after a listing of everything
     index            in this process: seconds and CPU seconds of making the index again, of comparing it after a kill, of a
@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 N_REQUESTS = 2000
+N_ROUNDS = 20
 TOML = """
 schema = 1
 language = "cuda"
@@ -162,19 +163,38 @@ class Daemon:
         return protocol.resolve_request([wish], client="scale", version=kserve.__version__, wait_s=60.0)
 
 
-def hits(daemon: Daemon, body: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of a resolve that finds everything."""
+def hits(daemon: Daemon, body: dict[str, Any], n: int = N_REQUESTS) -> list[float]:
+    """Microseconds of resolves that find everything."""
     from kserve.client.connection import Connection
 
     times = []
     with contextlib.closing(Connection(daemon.settings)) as connection:
-        for _ in range(N_REQUESTS):
+        for _ in range(n):
             began = time.perf_counter()
             (answer,) = connection.call("POST", "/v1/resolve", body)["results"]
             times.append((time.perf_counter() - began) * 1e6)
             assert {variant["origin"] for variant in answer["variants"]} <= {"disk", "built"}, answer
+    return times
+
+
+def spread(times: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(times, n=100, method="inclusive")
     return {"p50_us": round(cuts[49]), "p99_us": round(cuts[98]), "max_us": round(max(times))}
+
+
+def hits_in_turn(daemons: list[Daemon]) -> list[dict[str, float]]:
+    """The same moments for every size: a machine is never as quiet twice."""
+    for daemon in daemons:
+        daemon.start()
+        wait_for_index(daemon)
+    bodies = [daemon.body(1) for daemon in daemons]
+    times: list[list[float]] = [[] for _ in daemons]
+    for _ in range(N_ROUNDS):
+        for mine, daemon, body in zip(times, daemons, bodies, strict=True):
+            mine.extend(hits(daemon, body, N_REQUESTS // N_ROUNDS))
+    for daemon in daemons:
+        daemon.end()
+    return [spread(mine) for mine in times]
 
 
 def wait_for_index(daemon: Daemon) -> None:
@@ -190,10 +210,9 @@ def timed(action: Callable[[], object]) -> float:
     return round((time.perf_counter() - began) * 1e3, 1)
 
 
-def measure(root: Path, n: int) -> dict[str, Any]:
-    fill(root / "store", n)
-    found: dict[str, Any] = {"entries": n, "index": index_times(root / "store", n)}
-    daemon = Daemon(root)
+def measure(daemon: Daemon, n: int) -> dict[str, Any]:
+    fill(daemon.root / "store", n)
+    found: dict[str, Any] = {"entries": n, "index": index_times(daemon.root / "store", n)}
     daemon.start()
     wait_for_index(daemon)
     found["first_miss_ms"] = timed(lambda: daemon.call("POST", "/v1/resolve", daemon.body(1)))
@@ -203,14 +222,13 @@ def measure(root: Path, n: int) -> dict[str, Any]:
     found["rss_mib"] = {"after the start": daemon.rss_mib()}
     body = daemon.body(1)
     hits(daemon, body)
-    found["resolve"] = hits(daemon, body)
     found["rss_mib"]["after the hits"] = daemon.rss_mib()
     found["status_ms"] = timed(lambda: daemon.call("GET", "/v1/status"))
     found["ls_ms"] = timed(lambda: daemon.call("GET", "/v1/artifacts"))
     found["rss_mib"]["after a listing"] = daemon.rss_mib()
     daemon.end(signal.SIGKILL)
     found["start_ms"]["after a kill"] = round(daemon.start(), 1)
-    found["resolve_while_the_index_is_compared"] = hits(daemon, body)
+    found["resolve_while_the_index_is_compared"] = spread(hits(daemon, body))
     wait_for_index(daemon)
     daemon.end()
     return found
@@ -246,14 +264,17 @@ def main() -> None:
     parser.add_argument("--entries", type=int, nargs="+", default=[100, 10_000, 100_000])
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     arguments = parser.parse_args()
-    rows = []
-    for n in arguments.entries:
-        place = Path(tempfile.mkdtemp(prefix="ks-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-        try:
-            rows.append(measure(place, n))
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-        print(json.dumps(rows[-1]), flush=True)
+    daemons, rows = [], []
+    with contextlib.ExitStack() as stack:
+        for n in arguments.entries:
+            place = tempfile.mkdtemp(prefix="ks-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+            stack.callback(shutil.rmtree, place, ignore_errors=True)
+            daemons.append(Daemon(Path(place)))
+            rows.append(measure(daemons[-1], n))
+            print(json.dumps(rows[-1]), flush=True)
+        for row, resolve in zip(rows, hits_in_turn(daemons), strict=True):
+            row["resolve"] = resolve
+            print(row["entries"], resolve, flush=True)
     host = f"cpu-{len(os.sched_getaffinity(0))}-cores"
     head = {"host": host, "python": sys.version.split()[0], "date": time.strftime("%Y-%m-%d")}
     if len(rows) > 1:
