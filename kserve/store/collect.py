@@ -119,8 +119,7 @@ class Collector:
     def evict(self, keys: Iterable[str]) -> list[str]:
         """Remove artifacts, each manifest first, and whatever no other one names; those that were there."""
         evicted: list[str] = []
-        waiting = iter(keys)
-        while some := list(islice(waiting, _MOST_AT_ONCE)):
+        for some in batches(keys):
             there = {key for key in some if self._files.stamp(f"manifest/{key}")}
             gone = [key for key in some if self._evict(key)]
             self.forget(f"manifest/{key}" for key in gone)
@@ -143,9 +142,13 @@ class Collector:
         if self._index.stale:
             return 0
         known = {name for kind in CONTENT_ADDRESSED for name in self._index.unnamed(kind)}
-        gone = [name for name in known if self._age_s(name) > _YOUNG_S and self._delete(name)]
-        self._index.removed(gone)
-        return len(gone)
+        old = [name for name in known if self._age_s(name) > _YOUNG_S]
+        n_removed = 0
+        for some in batches(old):
+            gone = [name for name in some if self._delete(name)]
+            self._index.removed(gone)
+            n_removed += len(gone)
+        return n_removed
 
     def _by_last_use(self, used: Mapping[str, float]) -> list[tuple[float, str]]:
         return sorted((max(found.st_mtime, used.get(key, 0.0)), key) for key, found in self._files.stats("manifest"))
@@ -169,6 +172,13 @@ class Collector:
             logger.warning("kept record=%s error=%s", name, error.message)
             return False
         return True
+
+
+def batches(names: Iterable[str]) -> Iterator[list[str]]:
+    """As many as are removed in one transaction."""
+    waiting = iter(names)
+    while some := list(islice(waiting, _MOST_AT_ONCE)):
+        yield some
 
 
 def records_of(manifest: Manifest) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kserve.artifact import Manifest
 from kserve.errors import StoreError
 from kserve.store.base import KINDS
-from kserve.store.collect import Bounds, Collected, Collector, records_of
+from kserve.store.collect import Bounds, Collected, Collector, batches, records_of
 from kserve.store.files import FileStore
 from kserve.store.index import Index
 from kserve.store.ledger import Usage
@@ -161,18 +161,27 @@ class Upkeep:
 
     def prune(self, keys: Iterable[str]) -> Pruned:
         """Remove these artifacts, pinned ones aside, and every record that nothing names."""
-        with self._lock:
+        gone, pinned, freed = [], [], 0
+        for some in batches(sorted(set(keys))):  # who publishes gets his turn between two of them
+            with self._lock, self._freeing() as freed_here:
+                pins, in_use = self.pins(), frozenset(self._in_use())
+                pinned += [key for key in some if key in pins]
+                gone += self._collector.evict(key for key in some if key not in pins and key not in in_use)
+            freed += freed_here()
+        with self._lock, self._freeing() as freed_here:
             self._settle()
-            before = self.index.usage()
-            pins, in_use = self.pins(), frozenset(self._in_use())
-            wanted = sorted(set(keys) - in_use)
-            gone = self._collector.evict(key for key in wanted if key not in pins)
             n_unnamed = self._collector.remove_unnamed()
-            after = self.index.usage()
+        freed += freed_here()
         self._tell(gone)
-        freed = before.size_bytes - after.size_bytes if before and after else 0
         logger.info("pruned artifacts=%d unnamed=%d freed_bytes=%d", len(gone), n_unnamed, freed)
-        return Pruned(gone, [key for key in wanted if key in pins], n_unnamed, freed)
+        return Pruned(gone, pinned, n_unnamed, freed)
+
+    @contextlib.contextmanager
+    def _freeing(self) -> Iterator[Callable[[], int]]:
+        """Afterwards says how many bytes less the records take."""
+        before = after = self.index.usage()
+        yield lambda: before.size_bytes - after.size_bytes if before and after else 0
+        after = self.index.usage()
 
     def _tell(self, keys: Iterable[str]) -> None:
         for key in keys:
