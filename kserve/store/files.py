@@ -166,7 +166,7 @@ class FileStore:
         suffix = _SUFFIXES.get(checked_kind(kind), "")
         directories = [self.root / kind / prefix[:2]] if len(prefix) > 1 else self._directories(kind)
         for directory in directories:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed since, or no part of a store
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # gone, no part of a store, shut
                 for entry in os.scandir(directory):
                     key = entry.name.removesuffix(suffix)
                     if entry.name == key + suffix and is_key(key) and key.startswith(directory.name):

@@ -70,12 +70,13 @@ def assert_serves_without_the_disk(found: Daemon, *, first: int) -> None:
     assert (again(size=first).origin, again(size=first).digest) == ("disk", built.digest)
     assert again("tscale", block=16 * first).origin == "built"
     assert degraded(found)
-    assert degraded(found) in kserve("status").stdout
+    state = next(line for line in kserve("status").stdout.splitlines() if line.startswith("state "))
+    assert str(found.settings.store) in state, "it names the place that refuses"
 
 
 def assert_healed(found: Daemon, *, size: int) -> None:
     assert again(size=size).origin == "built"
-    assert degraded(found) == ""
+    wait_for(lambda: degraded(found) == "", what="the disk to be used again")
     assert "sound" in kserve("status").stdout
     assert found.process.poll() is None
     assert_sound(found.settings.store)
@@ -176,6 +177,22 @@ def worker_of(found: Daemon, language: str = "cuda") -> int:
     workers = found.call("GET", protocol.STATUS)["workers"]
     (pid,) = [worker["pid"] for worker in workers if worker["language"] == language]
     return int(pid)
+
+
+@pytest.mark.parametrize("kind", ["payload", "source", "manifest"])
+def test_a_folder_of_the_store_that_cannot_be_read_any_more(theirs: Daemon, kind: str):
+    again(size=1)
+    folders = list((theirs.settings.store / kind).glob("??"))
+    for folder in folders:
+        folder.chmod(0)
+    assert theirs.call("GET", protocol.STATUS)["pid"] == theirs.process.pid
+    assert kserve("status").returncode == 0
+    assert kserve("cache", "ls").returncode == 0
+    assert again(size=2).origin == "built"
+    for folder in folders:
+        folder.chmod(0o700)
+    assert again(size=3).origin == "built"
+    wait_for(lambda: degraded(theirs) == "", what="the disk to be used again")
 
 
 LIMIT = """

@@ -74,7 +74,9 @@ def served() -> Iterator[Served]:
             for content in contents:
                 client.post(protocol.SOURCES, content=content)
             built = client.post(protocol.RESOLVE, json=resolve_body(kernel)).json()["results"][0]["variants"]
-            yield Served(client, {**kernel, "build": False}, [variant["manifest"]["key"] for variant in built], stops)
+            keys = [variant["manifest"]["key"] for variant in built]
+            client.post(protocol.PINS, json={"keys": keys})  # or a generated prune would take them
+            yield Served(client, {**kernel, "build": False}, keys, stops)
             assert client.get(protocol.HEALTH).json()["status"] == "ok"
             client.portal.call(service.close)
 

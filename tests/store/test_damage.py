@@ -15,6 +15,7 @@ import pytest
 
 from kserve import client, get_kernel, protocol
 from kserve.artifact import Manifest
+from kserve.config import load_settings
 from kserve.key import digest_of
 from tests.support.daemon import Daemon, assert_sound, daemon, place, variables
 from tests.support.definitions import CUDA_TOML, TRITON_TOML, write_cuda, write_triton
@@ -53,6 +54,7 @@ def served(running: Daemon, monkeypatch: pytest.MonkeyPatch) -> Daemon:
 def again(name: str, **spec: Any) -> Any:
     """get_kernel as if this process had never asked."""
     client.forget()
+    shutil.rmtree(load_settings().store / "alias", ignore_errors=True)  # the daemon is to be asked
     return get_kernel(name, target=TARGET, **spec)
 
 
