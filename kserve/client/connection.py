@@ -127,8 +127,12 @@ class Connection:
         for last in (False, True):
             fresh = self._http is None
             connection = self._connected(start=start)
+            if connection.sock is None:  # its last answer said that it was the last one
+                self.close()
+                if not last:
+                    continue
+                raise DaemonEnding(f"the kserve daemon closed the connection before {method} {path}")
             try:
-                assert connection.sock is not None
                 connection.sock.settimeout(wait_s + _SLACK_S)
                 connection.request(method, path, body=payload, headers={"Content-Type": "application/json"})
                 connection.await_answer(wait_s + _SLOWEST_S, wait_s + _SLACK_S)

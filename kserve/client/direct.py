@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # A compiler that is replaced is noticed this much later by a process that has just looked.
 _TRUSTED_S = 1.0
-_TOUCH_S = 60.0
 
 
 class Wanted(NamedTuple):
@@ -96,11 +95,9 @@ class Local:
         return manifest_from_bytes(self.read(f"manifest/{key}") or b"", key=key)
 
     def touch(self, name: str) -> bool:
-        """Note a use, once a minute; whether the record is in the first store."""
-        found = self.stores[0].stamp(name)
-        if found and time.time() - found[1] / 1e9 > _TOUCH_S:
-            self.stores[0].touch(name)
-        return bool(found)
+        """Note a use; whether the record is in the first store. A process comes here once for each kernel."""
+        self.stores[0].touch(name)
+        return bool(self.stores[0].stamp(name))
 
     def is_same_compiler(self, alias: Alias) -> bool:
         """Whether the files of the alias's compiler are as they were, and nobody here has imported another version."""

@@ -217,7 +217,7 @@ def _artifact(here: _Session, connection: Connection, variant: Resolved) -> Arti
     content = here.local.read(f"payload/{manifest.digest}")
     if content is None:
         try:
-            content = connection.call_raw("GET", f"{protocol.ARTIFACTS}/{manifest.key}/payload")
+            content = connection.call_raw("GET", f"{protocol.ARTIFACTS}/{manifest.key}/payload", start=True)
         except NotBuilt:
             raise CorruptArtifact(f"{manifest.name} was evicted while it was fetched", facts={"key": manifest.key}) from None
     if digest_of(content) != manifest.digest:

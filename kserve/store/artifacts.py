@@ -117,9 +117,9 @@ class Artifacts:
         """Write what a request gave, and the stamps of its compiler. Only a help: a disk that refuses is no matter."""
         records = {f"toolchain/{alias.toolchain}": toolchain, f"alias/{request}": alias_to_bytes(alias)}
         try:
-            for name, content in records.items():
-                if self.files.get(name) != content:
-                    self.files.put(name, content, durable=False)
+            with self.upkeep.publishing():
+                for name in [name for name, content in records.items() if self.files.get(name) != content]:
+                    self.files.put(name, records[name], durable=False)
                     self.upkeep.written([name])
         except StoreError as error:
             logger.debug("no alias error=%s", error.message)

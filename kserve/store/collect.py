@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
+from kserve.alias import alias_from_bytes
 from kserve.artifact import Manifest, manifest_from_bytes
 from kserve.errors import CorruptArtifact, StoreError
-from kserve.store.base import CONTENT_ADDRESSED, KINDS, is_key
+from kserve.store.base import KINDS, is_key
 from kserve.store.files import FileStore
 from kserve.store.index import Index
 from kserve.store.ledger import Usage
@@ -28,6 +29,8 @@ _MOST_AT_ONCE = 200
 _SHARE = 1000
 # A record that no manifest names yet may belong to a build that is running.
 _YOUNG_S = 3600.0
+# What manifests name. The few records of compilers stay.
+_NAMED = ("payload", "source")
 # A store whose bound is exceeded by what may not go says so this often.
 _WARNING_S = 60.0
 
@@ -98,6 +101,8 @@ class Collector:
         spared = {*keep, *self._files.keys("pin")}
         oldest_first = (key for _, key in self._by_last_use(used or {}) if key not in spared)
         keys = self._evict_while(oldest_first, lambda usage: bounds.exceeded(usage, share=_LOW_MARK))
+        if keys:
+            n_unnamed += self.forget_aliases()
         after = self._index.usage() or before
         found = Collected(keys, n_unnamed, before.size_bytes - after.size_bytes)
         if keys or n_unnamed:
@@ -106,6 +111,22 @@ class Collector:
             self._warned = time.monotonic()
             logger.warning("bound exceeded size_bytes=%d files=%d: the rest is pinned or in use", *after[:2])
         return found
+
+    def forget_aliases(self) -> int:
+        """Remove what leads to artifacts that are gone; how many."""
+        gone = [name for name in (f"alias/{key}" for key in list(self._files.keys("alias"))) if self._leads_nowhere(name)]
+        for some in batches(gone):
+            self._index.removed([name for name in some if self._delete(name)])
+        return len(gone)
+
+    def _leads_nowhere(self, name: str) -> bool:
+        alias = alias_from_bytes(self._read_quietly(name))
+        return alias is None or not all(self._files.stamp(f"manifest/{variant[0]}") for variant in alias.variants)
+
+    def _read_quietly(self, name: str) -> bytes:
+        with contextlib.suppress(StoreError):
+            return self._files.get(name) or b""
+        return b""
 
     def _evict_while(self, keys: Iterator[str], too_much: Callable[[Usage], bool]) -> list[str]:
         evicted: list[str] = []
@@ -141,7 +162,7 @@ class Collector:
         """Remove records that no manifest names and that are no part of a running build; how many."""
         if self._index.stale:
             return 0
-        known = {name for kind in CONTENT_ADDRESSED for name in self._index.unnamed(kind)}
+        known = {name for kind in _NAMED for name in self._index.unnamed(kind)}
         old = [name for name in known if self._age_s(name) > _YOUNG_S]
         n_removed = 0
         for some in batches(old):

@@ -170,7 +170,7 @@ class Upkeep:
             freed += freed_here()
         with self._lock, self._freeing() as freed_here:
             self._settle()
-            n_unnamed = self._collector.remove_unnamed()
+            n_unnamed = self._collector.remove_unnamed() + (self._collector.forget_aliases() if gone else 0)
         freed += freed_here()
         self._tell(gone)
         logger.info("pruned artifacts=%d unnamed=%d freed_bytes=%d", len(gone), n_unnamed, freed)

@@ -223,11 +223,13 @@ def test_who_waits_for_a_build_is_told_of_the_end(root: Path):
 LOOP = """
 import collections, sys, time
 from kserve import client, get_kernel
+from kserve.client.direct import local
 from kserve.errors import KserveError
 seen = collections.Counter()
 until = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < until:
     client.forget()
+    local().places = ()  # no file is read: the daemon is to be asked
     try:
         seen[get_kernel("scale", target="sm_90").origin] += 1
     except KserveError as error:
@@ -255,7 +257,8 @@ def test_clients_do_not_see_a_daemon_end(root: Path):
                 os.kill(pid, signal.SIGTERM)
             ended.add(pid)
     assert len(ended) >= 3
-    assert looping.communicate()[0].decode().strip() == "['built', 'disk']"
+    # Who was not answered before the first one ended finds what it built: "built" may be missing, an error may not appear.
+    assert looping.communicate()[0].decode().strip() in ("['built', 'disk']", "['disk']")
 
 
 @pytest.mark.toolchain
