@@ -367,7 +367,7 @@ def test_publications_go_on_while_the_index_is_made_again(store: FileStore):
         publish(artifacts, number)
         upkeep.prune([key_of(number - 500)])
         longest, number = max(longest, time.monotonic() - began), number + 1
-    assert number > n + 5
+    assert number >= n + 2, "nobody published meanwhile"
     assert longest < 2
     assert upkeep.index.usage() == looked_up(store.root)
     upkeep.close()
