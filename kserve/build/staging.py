@@ -56,8 +56,9 @@ class Staging:
         """What the compiler printed so far: the end of it when it is very long."""
         try:
             with (self.root / LOG_NAME).open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _LONGEST_LOG))
-                return file.read(_LONGEST_LOG).decode(errors="replace")
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - _LONGEST_LOG))
+                return file.read(min(size, _LONGEST_LOG)).decode(errors="replace")  # no buffer for the longest one each time
         except OSError:
             return ""
 
