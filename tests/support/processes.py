@@ -61,7 +61,7 @@ def mounted(path: Path, *options: str, kind: str = "tmpfs") -> Iterator[Path]:
 def fill(path: Path, *, leave: int = 0) -> Path:
     """Take what is left of the disk, but for so many pages; the file that takes it."""
     filler = path / "filler"
-    with contextlib.suppress(OSError), filler.open("wb") as file:
+    with contextlib.suppress(OSError), filler.open("ab") as file:  # what it holds already stays taken
         while True:
             file.write(bytes(4096))
             file.flush()
