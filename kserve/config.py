@@ -52,6 +52,7 @@ class Settings(NamedTuple):
     failure_memory_s: float = 30.0
     job_memory_bytes: int = 16 << 30
     trusted_uids: tuple[int, ...] = ()
+    cuda_home: Path | None = None
     launcher: str = "auto"
     log: str = "info"
 
@@ -152,6 +153,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "failure_memory_s": ("KSERVE_FAILURE_MEMORY_S", _positive, "seconds above 0"),
     "job_memory_bytes": ("KSERVE_JOB_MEMORY_BYTES", _count, "a whole number of bytes"),
     "trusted_uids": ("KSERVE_TRUSTED_UIDS", _uids, "user ids, separated by commas"),
+    "cuda_home": ("KSERVE_CUDA_HOME", _path, "a directory with a CUDA toolkit"),
     "launcher": ("KSERVE_LAUNCHER", _launcher, "auto, python, compiled"),
     "log": ("KSERVE_LOG", _level, "debug, info, warning, error"),
 }
@@ -283,6 +285,13 @@ def environment_of_process() -> dict[str, Any]:
         "python_path": python_path,
         "loaded": {k: v for k, v in loaded.items() if v},
     }
+
+
+def named_toolkits(settings: Settings) -> list[tuple[str, Path]]:
+    """The CUDA toolkits that somebody asked for, with where it was said; the first is the one that is meant."""
+    said = [("configured", settings.cuda_home)]
+    said += [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    return [(origin, home) for origin, home in said if home is not None]
 
 
 def imported_version(package: str) -> str:
