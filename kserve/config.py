@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kserve.errors import RequestError, StoreError
 from kserve.ownership import network_file_system
@@ -74,17 +74,9 @@ class Settings(NamedTuple):
 
 
 def _flag(text: str) -> bool:
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    return words[text.lower()]
+    return {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}[
+        text.lower()
+    ]
 
 
 def _paths(text: str) -> tuple[Path, ...]:
@@ -272,8 +264,8 @@ def built_in_roots() -> tuple[Path, ...]:
     return ()
 
 
-def environment_of_process() -> dict[str, Any]:
-    """What decides which compilers this process would use: interpreter, PYTHONPATH, versions already imported."""
+def environment_of_process(settings: Settings | None = None) -> dict[str, Any]:
+    """What decides which compilers this process would use: interpreter, PYTHONPATH, toolkit, versions already imported."""
     loaded = {name: imported_version(name) for name in ("torch", "triton")}
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     site = sys.modules.get("site")  # a worker has another HOME: name the user's own packages
@@ -284,6 +276,7 @@ def environment_of_process() -> dict[str, Any]:
         "python": sys.executable,
         "python_path": python_path,
         "loaded": {k: v for k, v in loaded.items() if v},
+        "cuda_home": next((str(home) for _, home in named_toolkits(settings or Settings())), ""),
     }
 
 
@@ -292,6 +285,11 @@ def named_toolkits(settings: Settings) -> list[tuple[str, Path]]:
     said = [("configured", settings.cuda_home)]
     said += [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     return [(origin, home) for origin, home in said if home is not None]
+
+
+def foreign_variable(name: Literal["CUDA_HOME", "TORCH_CUDA_ARCH_LIST"]) -> str:
+    """A variable that others have named: of a worker the toolkit its client asked for, of a caller torch's list of arches."""
+    return os.environ.get(name, "")
 
 
 def imported_version(package: str) -> str:
@@ -322,7 +320,7 @@ WORKER_CONSTANTS = {
 }
 
 
-def worker_environment(python_path: list[str], scratch: Path) -> dict[str, str]:
+def worker_environment(python_path: list[str], scratch: Path, *, cuda_home: str = "") -> dict[str, str]:
     """The whole environment of a worker process: nothing of the daemon's or a caller's leaks into a build.
 
     Vendors' hidden caches are off; Triton writes no line table, which would hold paths, and prints the assembler's report.
@@ -332,6 +330,7 @@ def worker_environment(python_path: list[str], scratch: Path) -> dict[str, str]:
         **WORKER_CONSTANTS,
         **{name: str(place) for name, place in places.items()},
         "PYTHONPATH": os.pathsep.join(python_path),
+        **({"CUDA_HOME": cuda_home} if cuda_home else {}),
     }
 
 

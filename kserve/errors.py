@@ -6,7 +6,7 @@ KserveError
 │   ├── InvalidSpec         also a ValueError
 │   ├── InvalidDefinition   a kernel.toml that cannot be read; also a ValueError
 │   └── UnsupportedTarget
-├── BuildError          the request was right, the build was not
+├── BuildError          the request was right, the build was not; also a RuntimeError
 │   ├── CompileFailed
 │   ├── BuildTimeout
 │   ├── NotBuilt
@@ -87,7 +87,7 @@ class UnsupportedTarget(RequestError):
     code = "unsupported-target"
 
 
-class BuildError(KserveError):
+class BuildError(KserveError, RuntimeError):
     code = "build-failed"
 
 

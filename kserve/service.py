@@ -13,12 +13,14 @@ from typing import Any
 
 from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
+from kserve.build.includes import Includes, MissingIncludes, as_built, is_made_of
 from kserve.build.lease import Lease, Leases
 from kserve.build.plan import Plan, contract_of
 from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of
 from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Scratch, Staging
+from kserve.build.units import Units
 from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildError,
@@ -43,7 +45,7 @@ logger = logging.getLogger("kserve")
 _PLANNING_S = 0.1
 
 
-Answer = list[Resolved] | Pending | MissingSources
+Answer = list[Resolved] | Pending | MissingSources | MissingIncludes
 
 
 class KernelService:
@@ -65,6 +67,8 @@ class KernelService:
         self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
         self.planner = Planner(self.artifacts, self.fingerprints)
+        self.includes = Includes(self.artifacts)
+        self.units = Units(self.artifacts, self.leases, self.includes, lookup=self._lookup)
         self.counters: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self._closing = False
@@ -85,7 +89,12 @@ class KernelService:
         await asyncio.wait({planning}, timeout=max(wait_s, _PLANNING_S))
         if not planning.done():  # a toolchain is being loaded: it goes on
             return Pending("toolchain", time.monotonic() - began, 0)
-        return await self._answer(request, planning.result(), client=client, wait_s=wait_s)
+        plans: list[Plan] = []
+        for plan in planning.result():
+            if isinstance(settled := self.includes.settle(plan), MissingIncludes):
+                return settled
+            plans.append(settled)
+        return await self._answer(request, plans, client=client, wait_s=wait_s)
 
     async def _answer(self, request: KernelRequest, plans: list[Plan], *, client: str, wait_s: float) -> Answer:
         if not self.artifacts.knows_reasons and any(self.artifacts.manifest(plan.key) is None for plan in plans):
@@ -153,19 +162,27 @@ class KernelService:
         lease = self.leases.new(
             key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client, reason=reason
         )
+        lease.remembers = plan.outside is None
         files = {name: sources[digest] for name, digest in plan.files.items()}  # what was looked at, whatever comes after
-        return self.leases.start(lease, lambda held: self._build(held, plan, request.environment, files))
+        return self.leases.start(lease, lambda held: self._build(held, plan, files, request.environment))
 
-    async def _build(self, lease: Lease, plan: Plan, environment: Environment, files: dict[str, bytes]) -> Manifest:
+    async def _build(self, lease: Lease, plan: Plan, files: dict[str, bytes], environment: Environment) -> Manifest:
         """Stage, compile, publish."""
+        files, read, log = await self.units.objects(
+            lease, plan, files, lambda held, unit, own: self._build(held, unit, own, environment)
+        )
         staging = self.scratch.stage(files)
+        staging.begin_log(log)
         files.clear()  # they lie in the staging directory now, for as long as the build waits its turn
         lease.log = staging.log
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
             await self._check_compiler(plan, environment)
             lease.cpu_s = built["cpu_s"]
+            plan = as_built(plan, {**read, **built["includes"]})
             manifest = await asyncio.to_thread(self._publish, plan, _built(built), staging, lease)
+            self.includes.note(plan, manifest)
+            lease.result_key = manifest.key
             self.counters["built"] += 1
             logger.info(
                 'built key=%s name=%s target=%s variant=%s seconds=%.2f size_bytes=%d reason="%s"',
@@ -280,8 +297,8 @@ class KernelService:
             raise
 
     def _environments(self, language: str, files: str) -> list[Environment]:
-        own = environment_of_process()
-        ours = Environment(own["python"], tuple(own["python_path"]))
+        own = environment_of_process(self.settings)
+        ours = Environment(own["python"], tuple(own["python_path"]), cuda_home=own["cuda_home"])
         return [*dict.fromkeys([ours, *self.fingerprints.environments(language, files)])]
 
     async def close(self) -> None:
@@ -302,7 +319,7 @@ def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str
     if lease.error is not None:
         raise lease.error.with_traceback(None)
     manifest = task.result()
-    if manifest.components != plan.components:
+    if not is_made_of(manifest, plan):
         raise BuildError(
             f"{plan.name} is not built: a build of {manifest.name} with the same key was running",
             facts={"key": plan.key},

@@ -12,12 +12,13 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from kserve.artifact import DECLARED, GENERIC, Contract, Param
-from kserve.definition import Argument, Entry, KernelDef
+from kserve.build.extension_job import Outside, extension_job, facts_of, library_contract, with_macros
+from kserve.definition import EXTENSION, Argument, Entry, KernelDef
 from kserve.errors import CompileFailed, InvalidDefinition
 from kserve.expression import Expression
 from kserve.key import build_key, canonical_json
 from kserve.outline import FILE_NAME
-from kserve.spec import DTYPES, Spec
+from kserve.spec import DTYPES, Spec, SpecValue
 from kserve.target import Target
 from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of
 
@@ -29,7 +30,8 @@ class Plan(NamedTuple):
     """One build, planned.
 
     Fields:
-        files: relative name -> digest of every file the build may read.
+        files:   relative name -> digest of every file the build may read.
+        outside: of an extension that may read more.
     """
 
     key: str
@@ -41,6 +43,7 @@ class Plan(NamedTuple):
     job: Job
     entry: Entry
     files: dict[str, str]
+    outside: Outside | None = None
 
 
 def plan_builds(
@@ -51,6 +54,7 @@ def plan_builds(
     target: Target,
     fingerprint: Fingerprint,
     files: Mapping[str, str],
+    outside: Outside | None = None,
 ) -> list[Plan]:
     """The builds one request needs: with the declared facts and, where they say anything, with none.
 
@@ -62,6 +66,13 @@ def plan_builds(
     folders = {str(parent) for name in sources for parent in PurePosixPath(name).parents}
     if both := sorted(folders & set(sources)):
         raise InvalidDefinition(f"{entry.name}: {both[0]} is a file and a folder of another file")
+    if definition.language == EXTENSION:
+        whole = extension_job(definition, entry, target=exact, sources=sources, outside=outside)
+        whole = with_macros(whole, full, {axis: _spelled(value) for axis, value in full.items()})
+        components = _components(entry, whole, spec=full, fingerprint=fingerprint, sources=sources)
+        components |= facts_of(whole, fingerprint)
+        key = build_key(components)
+        return [Plan(key, components, entry.name, exact, full, DECLARED, whole, entry, sources, outside)]
     plans = []
     for variant in (DECLARED, GENERIC) if entry.has_facts else (DECLARED,):
         arguments = tuple(_job_argument(argument, full, variant) for argument in entry.arguments)
@@ -137,9 +148,13 @@ def _function(entry: Entry, spec: Spec) -> str:
     """The entry's function with the spec's values in place of {axis}, spelled as C++ spells them."""
     text = entry.function
     for axis, value in spec.items():
-        spelled = DTYPES[value].cuda if value in DTYPES else str(value).lower() if isinstance(value, bool) else str(value)
-        text = text.replace("{" + axis + "}", spelled)
+        text = text.replace("{" + axis + "}", _spelled(value))
     return text
+
+
+def _spelled(value: SpecValue) -> str:
+    """The value as C++ spells it."""
+    return DTYPES[value].cuda if value in DTYPES else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _option(option: tuple[str, ...] | Expression, spec: Spec) -> list[str] | int:
@@ -165,10 +180,15 @@ def _natural_align(dtype: str) -> int:
 
 
 def contract_of(plan: Plan, built: Built) -> Contract:
-    """The launch contract: the declared arguments at the places the binary gives them.
+    """The contract of what was built.
 
-    Raises: CompileFailed when the kernel needs more shared memory than a block of its target has.
+    Raises: CompileFailed when a kernel needs more shared memory than a block of its target has.
     """
+    return library_contract(plan.spec, built) if plan.job.language == EXTENSION else _launch_contract(plan, built)
+
+
+def _launch_contract(plan: Plan, built: Built) -> Contract:
+    """The launch contract: the declared arguments at the places the binary gives them."""
     declared = [
         (argument, compiled)
         for argument, compiled in zip(plan.entry.arguments, plan.job.arguments, strict=True)

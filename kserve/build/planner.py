@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kserve.alias import Alias, Stamps
 from kserve.artifact import Manifest, compact
+from kserve.build.extension_job import Outside
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.plan import Plan, plan_builds
 from kserve.build.pool import Environment
@@ -37,6 +38,7 @@ class KernelRequest(NamedTuple):
     environment: Environment
     build: bool = True
     alias: AliasWish | None = None
+    outside: Outside | None = None
 
 
 class MissingSources(NamedTuple):
@@ -69,14 +71,28 @@ class Planner:
         target = parse_target(request.target)
         definition.resolve_target(entry, target)  # before the toolchain is asked: the cheaper answer first
         fingerprint = await self._fingerprints.of(definition.language, request.environment)
-        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), canonical_json(request.spec))
+        facts, roots = fingerprint.facts.items(), request.outside.roots if request.outside else ()
+        wish = (
+            request.name,
+            target,
+            fingerprint.files,
+            *sorted(request.files.items()),
+            canonical_json(request.spec),
+            *facts,
+            roots,
+        )
         plans = self._plans.get(wish)
         if plans is None:
             plans = plan_builds(
-                definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files
+                *(definition, entry),
+                spec=request.spec,
+                target=target,
+                fingerprint=fingerprint,
+                files=request.files,
+                outside=request.outside,
             )
             remember(self._plans, wish, plans)
-        return plans
+        return [plan._replace(outside=request.outside) for plan in plans] if request.outside else plans
 
     def definition(self, request: KernelRequest) -> KernelDef | None:
         """The request's definition; None when its bytes were never sent."""

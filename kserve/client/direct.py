@@ -23,6 +23,7 @@ from kserve.store.files import FileStore
 from kserve.target import parse_target
 
 if TYPE_CHECKING:
+    from kserve.client.given import Given
     from kserve.lockfile import Lock, Locked
 
 # A compiler that is replaced is noticed this much later by a process that has just looked.
@@ -30,11 +31,12 @@ _TRUSTED_S = 1.0
 
 
 class Wanted(NamedTuple):
-    """One wish: an entry's name, a target, a value for each axis."""
+    """One wish: an entry's name, a target, a value for each axis; its files, where they lie in no folder of the catalog."""
 
     name: str
     target: str
     spec: dict[str, Any]
+    given: Given | None = None
 
 
 class Local:
@@ -43,7 +45,7 @@ class Local:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.settings: Settings = load_settings()
-        self.environment = environment_of_process()
+        self.environment = environment_of_process(self.settings)
         self.roots = [os.path.realpath(root) for root in (*self.settings.kernel_path, *built_in_roots())]
         self.places = (self.settings.store, *self.settings.layers)
         self._uids = identities(self.settings.trusted_uids) | {0}
@@ -64,7 +66,8 @@ class Local:
 
     def request_digest(self, wish: Wanted) -> str:
         """The name of the wish's alias."""
-        return request_digest(wish.name, wish.spec, wish.target, roots=self.roots, environment=self.environment)
+        name, roots = (wish.given.identity, []) if wish.given else (wish.name, self.roots)
+        return request_digest(name, wish.spec, wish.target, roots=roots, environment=self.environment)
 
     def read(self, name: str) -> bytes | None:
         """The record from the first store that has it whole."""
@@ -218,7 +221,8 @@ def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> li
     alias = None if content is None else alias_from_bytes(content)
     if alias is None:
         raise _Doubt("it is the first such request to this store")
-    if changed := changed_since(alias.stamps, here.roots, seen):
+    # What a wish brings itself is stamped by its path.
+    if changed := changed_since(alias.stamps, [""] if wish.given else here.roots, {} if wish.given else seen):
         raise _Doubt(f"{changed} has changed")
     if not here.is_same_compiler(alias):
         raise _Doubt(f"the {alias.language} compiler has changed")
@@ -253,10 +257,13 @@ def _kernel(artifacts: list[Artifact], *, origin: str, began: float, load: bool)
 
 def _device_for(artifact: Artifact) -> int | None:
     """The current device when it runs this binary; None when there is no device, or it does not."""
+    manifest = artifact.manifest
+    if manifest.contract.format == "so":
+        raise LoadError(f"{manifest.name} is an extension, no kernel", hint=f"get_extension({manifest.name!r}) loads it")
     try:
         found = driver()
         device = found.current_device()
-        fits = parse_target(artifact.manifest.target).runs_on(found.target_of(device).capability)
+        fits = parse_target(manifest.target).runs_on(found.target_of(device).capability)
     except LoadError:
         return None
     return device if fits else None

@@ -15,6 +15,7 @@ from kserve.alias import Stamps, survey
 from kserve.artifact import Artifact
 from kserve.client.connection import Connection, forgive
 from kserve.client.direct import Local, Wanted, local
+from kserve.client.given import Given
 from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildTimeout,
@@ -116,14 +117,14 @@ def _wait_for_the_end(settings: Settings) -> None:
 
 def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline: float) -> list[list[Resolved]]:
     """One request, repeated while sources are missing or builds are running."""
-    entries = {name: _find(here, name) for name in dict.fromkeys(wish.name for wish in wanted)}
-    found = [entries[wish.name] for wish in wanted]
+    entries = {name: _find(here, name) for name in dict.fromkeys(wish.name for wish in wanted if wish.given is None)}
+    found = [_Found(wish.given.read(), None) if wish.given else entries[wish.name] for wish in wanted]
     if not connection.is_open and not listens(here.settings.socket):  # no daemon is started for a wish it would refuse
         _check(wanted, found)
-    requests = _requests(here, wanted, found)
     sent: dict[str, int] = {}
     began = time.monotonic()
     while True:
+        requests = _requests(here, wanted, found)
         wait_s = max(0.0, min(_PATIENCE_S, deadline - time.monotonic()))
         body = protocol.resolve_request(requests, client=here.client, version=kserve.__version__, wait_s=wait_s)
         plain = connection.call("POST", protocol.RESOLVE, body, wait_s=wait_s, start=True)["results"]
@@ -131,19 +132,45 @@ def _ask(here: _Session, connection: Connection, wanted: list[Wanted], deadline:
         if missing:
             _upload(connection, found, missing, sent)
             continue
+        if _look_outside(wanted, [result.get("includes", []) for result in plain]):
+            continue
         results = [protocol.read_result(result) for result in plain]
         _raise_first(wanted, found, results)
         pending = [(wish, result) for wish, result in zip(wanted, results, strict=True) if isinstance(result, Pending)]
         if not pending:
-            return [result for result in results if isinstance(result, list)]
+            answers = [result for result in results if isinstance(result, list)]
+            if _look_outside(
+                wanted, [_includes_of(answer) for answer in answers]
+            ):  # it was built now: tell what it was made of
+                body = protocol.resolve_request(
+                    _requests(here, wanted, found), client=here.client, version=kserve.__version__, wait_s=0.0
+                )
+                connection.call("POST", protocol.RESOLVE, body)
+            return answers
         _wait_on(pending, began=began, deadline=deadline)
 
 
 class _Found(NamedTuple):
     """An entry, and the stamps of what it was read from where they are certain."""
 
-    entry: catalog.Found
+    entry: catalog.Found | Given
     stamps: Stamps | None
+
+
+def _look_outside(wanted: list[Wanted], names: list[list[str]]) -> bool:
+    """Look at the files outside that each wish names and has not looked at; whether there were any."""
+    looked = False
+    for wish, some in zip(wanted, names, strict=True):
+        if wish.given is not None and (unseen := wish.given.unseen(some)):
+            wish.given.look(unseen)
+            looked = True
+    return looked
+
+
+def _includes_of(variants: list[Resolved]) -> list[str]:
+    """What the build has read outside."""
+    components = variants[0].manifest.components
+    return [label.removeprefix("include.") for label in components if label.startswith("include.")]
 
 
 def _find(here: _Session, name: str) -> _Found:
@@ -172,7 +199,7 @@ def _check(wanted: list[Wanted], found: list[_Found]) -> None:
 
 
 def _requests(here: _Session, wanted: list[Wanted], found: list[_Found]) -> list[dict[str, Any]]:
-    environment, build = environment_of_process(), not here.settings.no_build
+    environment, build = environment_of_process(here.settings), not here.settings.no_build
     return [
         protocol.kernel_request(
             wish.name,
@@ -181,10 +208,15 @@ def _requests(here: _Session, wanted: list[Wanted], found: list[_Found]) -> list
             target=wish.target,
             environment=environment,
             build=build,
-            alias=item.stamps and {"request": here.local.request_digest(wish), "stamps": item.stamps},
+            alias=None if (stamps := _stamps(item)) is None else {"request": here.local.request_digest(wish), "stamps": stamps},
+            outside=wish.given.outside if wish.given else None,
         )
         for wish, item in zip(wanted, found, strict=True)
     ]
+
+
+def _stamps(item: _Found) -> Stamps | None:
+    return item.entry.stamps if isinstance(item.entry, Given) else item.stamps
 
 
 def _raise_first(wanted: list[Wanted], found: list[_Found], results: list[list[Resolved] | Pending | KserveError]) -> None:

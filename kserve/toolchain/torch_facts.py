@@ -28,7 +28,7 @@ class Torch(NamedTuple):
     Fields:
         cuda:     the release it was built with, `13.0`; empty for a build without CUDA.
         build:    the commit it was built from.
-        standard: the C++ standard that its own builder of extensions asks for.
+        standard: the flag for the C++ standard that its own builder of extensions asks for.
     """
 
     root: Path
