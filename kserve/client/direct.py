@@ -139,21 +139,18 @@ def _is_trusted(root: Any, uids: frozenset[int]) -> bool:
     return True
 
 
-_local: Local | None = None
+_locals: dict[int, Local] = {}
 
 
 def local() -> Local:
-    """This process's own; a forked child gets another."""
-    global _local  # noqa: PLW0603 - one a process
-    if _local is None or _local.pid != os.getpid():
-        _local = Local()
-    return _local
+    """This process's own, the same for all its threads; a forked child gets another."""
+    pid = os.getpid()
+    return _locals.get(pid) or _locals.setdefault(pid, Local())
 
 
 def leave() -> None:
     """Forget it: the next one reads the settings again."""
-    global _local  # noqa: PLW0603 - one a process
-    _local = None
+    _locals.clear()
 
 
 def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool = True, locked: bool = True) -> list[Kernel]:

@@ -64,25 +64,23 @@ class _Session:
             self._idle.pop().close()
 
 
-_session: _Session | None = None
+_sessions: dict[Local, _Session] = {}
 
 
 def session() -> _Session:
-    """This process's session; a forked child gets its own, and so does one with other settings."""
-    global _session  # noqa: PLW0603 - one session a process
+    """This process's session, one for all threads; a forked child gets its own, and so does one with other settings."""
     here = local()
-    if _session is None or _session.local is not here:
-        _session = _Session(here)
-    return _session
+    for other in [other for other in list(_sessions) if other is not here]:
+        _sessions.pop(other, None)
+    return _sessions.get(here) or _sessions.setdefault(here, _Session(here))
 
 
 def disconnect() -> None:
     """Close the connections, and bear no daemon a grudge."""
     forgive()
-    global _session  # noqa: PLW0603 - one session a process
-    if _session is not None:
-        _session.close()
-    _session = None
+    for found in list(_sessions.values()):
+        found.close()
+    _sessions.clear()
 
 
 def ask(wanted: list[Wanted], *, deadline: float) -> list[tuple[str, list[Artifact]]]:
