@@ -58,6 +58,7 @@ def kernel_request(
     environment: Mapping[str, Any],
     build: bool = True,
     alias: Mapping[str, Any] | None = None,
+    debug: str = "",
 ) -> dict[str, Any]:
     """One wanted kernel.
 
@@ -67,6 +68,7 @@ def kernel_request(
         environment: interpreter, PYTHONPATH and imported versions of the caller (`config.environment_of_process`).
         build:       False makes a miss an error.
         alias:       `request` and `stamps` of the caller, so that the next one needs no daemon; None for no alias.
+        debug:       which debug variant; empty for none.
     """
     plain = {axis: value if isinstance(value, bool | int | str) else str(value) for axis, value in spec.items()}
     return {
@@ -77,6 +79,7 @@ def kernel_request(
         "environment": dict(environment),
         "build": build,
         "alias": alias,
+        **({"debug": debug} if debug else {}),
     }
 
 

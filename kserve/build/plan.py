@@ -25,6 +25,16 @@ from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of
 _MOST_THREADS = 1024
 
 
+class Debug(NamedTuple):
+    """A debug variant: which one, and the folder in which its sources stay, each key's in a folder of its own.
+
+    The binary names them there, so the folder is part of the key: equal keys give equal bytes.
+    """
+
+    kind: str
+    root: str
+
+
 class Plan(NamedTuple):
     """One build, planned.
 
@@ -51,6 +61,7 @@ def plan_builds(
     target: Target,
     fingerprint: Fingerprint,
     files: Mapping[str, str],
+    debug: Debug | None = None,
 ) -> list[Plan]:
     """The builds one request needs: with the declared facts and, where they say anything, with none.
 
@@ -72,8 +83,10 @@ def plan_builds(
             function=_function(entry, full),
             arguments=arguments,
             options={name: _option(option, full) for name, option in definition.options.items()},
+            debug=debug.kind if debug else "",
         )
         components = _components(entry, job, spec=full, fingerprint=fingerprint, sources=sources)
+        components |= {"debug": debug.kind, "debug.sources": debug.root} if debug else {}
         key = build_key(components)
         plans.append(Plan(key, components, entry.name, exact, full, variant, job, entry, sources))
     return plans[:1] if plans[0].components == plans[-1].components else plans  # facts that always hold are none
@@ -122,6 +135,7 @@ def job_of(components: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
         function=components["function"],
         arguments=tuple(JobArgument(**{field: found[field] for field in JobArgument._fields}) for found in arguments),
         options={name: json.loads(text) for name, text in part("option.").items()},
+        debug=components.get("debug", ""),
     )
     return job, part("source.")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kserve.alias import Alias, Stamps
 from kserve.artifact import Manifest, compact
 from kserve.build.fingerprints import Fingerprints
-from kserve.build.plan import Plan, plan_builds
+from kserve.build.plan import Debug, Plan, plan_builds
 from kserve.build.pool import Environment
 from kserve.definition import KernelDef
 from kserve.errors import InvalidDefinition, UnknownKernel, closest
@@ -28,7 +28,11 @@ class AliasWish(NamedTuple):
 
 
 class KernelRequest(NamedTuple):
-    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error."""
+    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error.
+
+    Fields:
+        debug: which debug variant; empty for none.
+    """
 
     name: str
     files: dict[str, str]
@@ -37,6 +41,7 @@ class KernelRequest(NamedTuple):
     environment: Environment
     build: bool = True
     alias: AliasWish | None = None
+    debug: str = ""
 
 
 class MissingSources(NamedTuple):
@@ -69,11 +74,24 @@ class Planner:
         target = parse_target(request.target)
         definition.resolve_target(entry, target)  # before the toolchain is asked: the cheaper answer first
         fingerprint = await self._fingerprints.of(definition.language, request.environment)
-        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), canonical_json(request.spec))
+        wish = (
+            request.name,
+            target,
+            fingerprint.files,
+            *sorted(request.files.items()),
+            canonical_json(request.spec),
+            request.debug,
+        )
         plans = self._plans.get(wish)
         if plans is None:
             plans = plan_builds(
-                definition, entry, spec=request.spec, target=target, fingerprint=fingerprint, files=request.files
+                definition,
+                entry,
+                spec=request.spec,
+                target=target,
+                fingerprint=fingerprint,
+                files=request.files,
+                debug=Debug(request.debug, self._artifacts.files.debug_root) if request.debug else None,
             )
             remember(self._plans, wish, plans)
         return plans
@@ -101,7 +119,7 @@ class Planner:
     async def keep_alias(self, request: KernelRequest, variants: list[Manifest]) -> None:
         """Keep the answer for the next client, which then needs no daemon."""
         definition = self.definition(request)
-        if request.alias is None or definition is None:
+        if request.alias is None or definition is None or request.debug:
             return
         found = await self._fingerprints.of(definition.language, request.environment)
         name, stamps, files = *request.alias, self._artifacts.files

@@ -11,6 +11,7 @@ from typing import Any
 
 import kserve
 from kserve import protocol
+from kserve.artifact import DEBUGS
 from kserve.catalog import every_entry
 from kserve.cli import cache, lock, report
 from kserve.cli.show import fields, say, table
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
     build = _command(commands, "build", _build, "build a kernel, or find it in the store")
     add_wish(build, required=True)
+    build.add_argument("--debug", choices=DEBUGS, default="", help="a variant for tools that show sources or check accesses")
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
     lock.add_command(_command(commands, "lock", lock.run, "write or check the file that says which bytes a kernel is"))
@@ -186,14 +188,17 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    kernels = resolve(wishes(arguments, load_settings()), timeout_s=arguments.timeout, load=False)
+    kernels = resolve(wishes(arguments, load_settings(), debug=arguments.debug), timeout_s=arguments.timeout, load=False)
     plain = [describe(kernel) for kernel in kernels]
     rows = [
         [k["name"], k["target"], k["origin"], f"{k['seconds']:.3f} s", f"{k['size_bytes']} B", k["key"][:12], k["digest"][:12]]
         for k in plain
     ]
     head = ["NAME", "TARGET", "ORIGIN", "TIME", "SIZE", "KEY", "DIGEST"]
-    return _report(arguments, plain[0] if len(plain) == 1 else {"kernels": plain}, table(head, rows))
+    spilling = [k for k in plain if k["resources"].get("spill_bytes")]
+    spills = [f"{k['name']} for {k['target']} spills {k['resources']['spill_bytes']} bytes a thread" for k in spilling]
+    text = "\n".join([table(head, rows), *spills])
+    return _report(arguments, plain[0] if len(plain) == 1 else {"kernels": plain}, text)
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:
@@ -208,6 +213,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
         "seconds": round(kernel.seconds, 6),
         "resources": kernel.resources,
         "spec": kernel.manifest.spec,
+        "debug": kernel.manifest.debug,
     }
     generic = kernel.generic
     found["generic"] = None if generic is None else {"key": generic.key, "digest": generic.digest}

@@ -181,10 +181,18 @@ def _requests(here: _Session, wanted: list[Wanted], found: list[_Found]) -> list
             target=wish.target,
             environment=environment,
             build=build,
-            alias=item.stamps and {"request": here.local.request_digest(wish), "stamps": item.stamps},
+            alias=_alias(here, wish, item),
+            debug=wish.debug,
         )
         for wish, item in zip(wanted, found, strict=True)
     ]
+
+
+def _alias(here: _Session, wish: Wanted, item: _Found) -> dict[str, Any] | None:
+    """What lets the next such request do without the daemon; None for a debug variant, which only the daemon serves."""
+    if not item.stamps or wish.debug:
+        return None
+    return {"request": here.local.request_digest(wish), "stamps": item.stamps}
 
 
 def _raise_first(wanted: list[Wanted], found: list[_Found], results: list[list[Resolved] | Pending | KserveError]) -> None:

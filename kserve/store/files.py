@@ -9,6 +9,7 @@
     index/                        the daemon's memory of sizes and references (index.py)
     quarantine/                   damaged records, kept for a look
     tmp/                          unfinished writes and the workers' staging directories
+    debug/<key>/                  the sources of a debug variant, which its bytes name by their place here (debug_sources.py)
     lock                          pid of the daemon, which holds a lock on the directory for its life
     KSERVE_STORE                  says that this directory is a store
 
@@ -77,6 +78,11 @@ class FileStore:
             marker.write_text("This directory is a kserve store: docs/architecture.md says what lies in it.\n")
             marker.chmod(0o400)
         self._is_set_up = True
+
+    @property
+    def debug_root(self) -> str:
+        """Where the sources of debug variants lie, a folder for each key."""
+        return os.path.realpath(self.root / "debug")
 
     def path(self, name: str) -> Path:
         """Where that record lies, or would."""

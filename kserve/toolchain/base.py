@@ -38,6 +38,7 @@ class Job(NamedTuple):
         main:     the source file that is compiled.
         function: a C++ name expression, or a Triton function's name.
         options:  the language's compile options: `flags` (texts, in order), `num_warps` and so on (integers).
+        debug:    which debug variant (`artifact.DEBUGS`); empty for none.
     """
 
     language: str
@@ -46,6 +47,7 @@ class Job(NamedTuple):
     function: str
     arguments: tuple[JobArgument, ...]
     options: dict[str, Any]
+    debug: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**self._asdict(), "arguments": [argument._asdict() for argument in self.arguments]}
