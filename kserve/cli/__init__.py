@@ -1,4 +1,4 @@
-"""The command `kserve`: up, down, status, build, kernels, lock, cache."""
+"""The command `kserve`: up, down, status, build, kernels, ncu, sanitize, lock, cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import kserve
 from kserve import protocol
 from kserve.artifact import DEBUGS
 from kserve.catalog import every_entry
-from kserve.cli import cache, lock, report
+from kserve.cli import cache, lock, report, tools
 from kserve.cli.show import fields, say, table
 from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
@@ -30,7 +30,8 @@ _DOWN_TIMEOUT_S = 10.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; its exit status (the table is in `errors.py`)."""
-    arguments = _parser().parse_args(argv)
+    own, tool_options = tools.split_options(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(own, argparse.Namespace(tool_options=tool_options))
     try:
         return int(arguments.run(arguments) or 0)
     except KserveError as error:
@@ -64,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     add_wish(build, required=True)
     build.add_argument("--debug", choices=DEBUGS, default="", help="a variant for tools that show sources or check accesses")
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
+
+    ncu = _command(commands, "ncu", tools.profile, "profile one launch of a kernel with ncu", json_flag=False)
+    text = "check one launch of a kernel with compute-sanitizer"
+    tools.add_commands(ncu, _command(commands, "sanitize", tools.sanitize, text, json_flag=False))
 
     lock.add_command(_command(commands, "lock", lock.run, "write or check the file that says which bytes a kernel is"))
     _command(commands, "report", report.every, "what kernels cost the processes that use this store")
