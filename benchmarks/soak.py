@@ -246,8 +246,10 @@ class Side:
         return bool(found) and self._damage(self.chance.choice(found), self.chance.choice(found), ways=3)
 
     def _damage(self, path: Path, other: Path, *, ways: int = 4) -> bool:
+        way = self.chance.randrange(ways)
+        self.touched[path.stem] = time.time()  # before too: what fails halfway has done half
         with contextlib.suppress(OSError):
-            match self.chance.randrange(ways):
+            match way:
                 case 0:
                     content = bytearray(path.read_bytes())
                     content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
@@ -258,6 +260,7 @@ class Side:
                     path.unlink()
                 case 3:
                     one, two = path.read_bytes(), other.read_bytes()
+                    self.touched[other.stem] = time.time()
                     overwrite(path, two)
                     overwrite(other, one)
                     self.touched[other.stem] = time.time()
@@ -338,6 +341,7 @@ class Side:
             ),
             "n_keys": len(digests),
             "n_acknowledged_checked": checked,
+            "lost": lost,
             "damage_found_at_the_end": len(first["damaged"]) if first else None,
             "n_tracebacks": self.tracebacks(),
             "failures": {
@@ -356,7 +360,7 @@ class Side:
         return answer["at"] - max([began, *(at for at in self._kills if began <= at <= answer["at"])])
 
     def lost(self, acknowledged: dict[str, float], digests: dict[str, set[str]]) -> tuple[int, list[str]]:
-        """How many artifacts must be there, and which of them are not."""
+        """How many artifacts must be there, and what is missing of the others."""
         from kserve.errors import StoreError
         from kserve.store.files import FileStore
 
@@ -367,10 +371,11 @@ class Side:
             if at < max(removed.get(key, 0.0), *hands) + DOUBT_S:
                 continue
             checked += 1
-            with contextlib.suppress(StoreError):
-                if store.get(f"manifest/{key}") and all(store.get(f"payload/{digest}") for digest in digests[key]):
-                    continue
-            lost.append(key)
+            for name in (f"manifest/{key}", *(f"payload/{digest}" for digest in digests[key])):
+                with contextlib.suppress(StoreError):
+                    if store.get(name):
+                        continue
+                lost.append(f"{name} of {key}, answered at {at:.2f}")
         return checked, lost
 
     def unexplained(self, orphaned: list[str]) -> list[str]:

@@ -37,7 +37,7 @@ from kserve.store.debug_sources import DebugSources
 from kserve.store.files import FileStore
 from kserve.store.layers import Layers
 from kserve.store.upkeep import Upkeep
-from kserve.toolchain.base import Built
+from kserve.toolchain.base import Built, without_times
 
 logger = logging.getLogger("kserve")
 # A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
@@ -211,7 +211,7 @@ class KernelService:
         contract = contract_of(plan, built)
         payload = staging.output("payload")
         attachments = {kind: staging.output(kind) for kind in built.attachments}
-        attachments["log"] = staging.log().encode()
+        attachments["log"] = without_times(staging.log()).encode()
         manifest = Manifest(
             key=plan.key,
             digest=digest_of(payload),
