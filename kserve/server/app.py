@@ -27,6 +27,7 @@ def create_app(service: KernelService, activity: Activity, *, stop: Callable[[],
     app.state.service = service
     app.state.stop = stop
     app.state.activity = activity
+    app.state.disassembly = inspecting.Disassembly(service)
     for part in (routes, inspecting, upkeep):
         app.include_router(part.router)
     app.add_exception_handler(KserveError, _known_error)

@@ -19,7 +19,7 @@ from kserve.errors import BuildError, ToolchainMissing
 _IN_PACKAGES = ("nvidia/cu*/bin/nvdisasm", "triton/backends/nvidia/bin/nvdisasm")
 _TOOLKITS = ("/usr/local/cuda/bin", "/usr/local/bin", "/usr/bin")
 _LONGEST_S = 60.0
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 32 << 20
 
 
 def find_disassembler(path: Iterable[str] | None = None) -> Path:

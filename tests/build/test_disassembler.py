@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kserve import cli, client, get_kernel
+from kserve import cli, client, get_kernel, protocol
 from kserve.errors import BuildError, ToolchainMissing
 from kserve.toolchain import disassembler
 from kserve.toolchain.disassembler import disassemble, find_disassembler
@@ -228,6 +230,60 @@ def test_the_facts_of_a_real_kernel(served: Daemon, capsys: pytest.CaptureFixtur
     assert again_s < 1.0, "a second look needs no disassembler"
     assert cli.main(["cache", "show", kernel.key, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["facts"] == facts
+
+
+TIGHT_SOURCE = """
+__global__ void tight(float* x, int n) {
+  float kept[64];
+  #pragma unroll
+  for (int i = 0; i < 64; i++) kept[i] = x[i];
+  #pragma unroll
+  for (int i = 0; i < 64; i++) x[i + n] = kept[i] * kept[63 - i] + kept[(i * 7) % 64];
+}
+"""
+
+
+@pytest.mark.toolchain
+def test_a_build_says_what_it_spills(served: Daemon, capsys: pytest.CaptureFixture[str]):
+    toml = MIX_TOML.replace('"mixed"', '"tight"').replace("[[entry]]", '[options]\nflags = ["--maxrregcount=24"]\n[[entry]]')
+    write_cuda(served.root / "kernels" / "tight", toml=toml, source=TIGHT_SOURCE)
+    assert cli.main(["build", "tight", "--target", "sm_90", "--target", "sm_80"]) == 0
+    spilled = [get_kernel("tight", target=target).resources["spill_bytes"] for target in ("sm_90", "sm_80")]
+    said = capsys.readouterr().out.splitlines()
+    assert min(spilled) > 0
+    assert said[-2:] == [
+        f"tight for cuda:{target} spills {n_bytes} bytes a thread"
+        for target, n_bytes in zip(("sm_90", "sm_80"), spilled, strict=True)
+    ]
+    assert cli.main(["build", "mixed", "--target", "sm_90"]) == 0
+    assert "spills" not in capsys.readouterr().out
+
+
+SLOW_TOOL = """#!/bin/sh
+echo > {started}
+read line < {gate}
+echo '        /*0000*/                   HMMA.16816.F32 R4, R8, R12, R4 ;'
+"""
+
+
+@pytest.mark.toolchain
+def test_the_daemon_answers_while_a_disassembler_works(own_place: Path, monkeypatch: pytest.MonkeyPatch):
+    started, gate = own_place / "started", own_place / "gate"
+    os.mkfifo(gate)
+    tool(own_place, "").write_text(SLOW_TOOL.format(started=started, gate=gate))
+    program = "import sys; from kserve import cli; from kserve.toolchain import disassembler as d\n"
+    program += f"d._IN_PACKAGES, d._TOOLKITS = (), ({str(own_place)!r},)\nsys.exit(cli.main())"
+    write_cuda(own_place / "kernels" / "scale")
+    monkeypatch.setenv("KSERVE_PATH", str(own_place / "kernels"))
+    with daemon(own_place, program=("-c", program)) as found, ThreadPoolExecutor() as pool:
+        kernel = get_kernel("scale", target="sm_90")
+        looks = [pool.submit(looked_at, found, kernel.key) for _ in range(2)]
+        wait_for(started.exists, what="the disassembler to start")
+        assert found.call("GET", protocol.HEALTH)["status"] == "ok"
+        assert found.call("GET", f"{protocol.ARTIFACTS}/{kernel.key}")["facts"]["occupancy"]["percent"] == 100
+        assert not any(look.done() for look in looks)
+        gate.write_text("go\n")  # who waits behind the first look needs no second one
+        assert [look.result()["instructions"]["matrix"] for look in looks] == [1, 1]
 
 
 @pytest.mark.toolchain
