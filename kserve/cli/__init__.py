@@ -1,4 +1,4 @@
-"""The command `kserve`: up, down, status, build, kernels, ncu, sanitize, lock, cache."""
+"""The command `kserve`: up, down, status, build, kernels, ncu, sanitize, lock, profile, cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import kserve
 from kserve import protocol
 from kserve.artifact import DEBUGS
 from kserve.catalog import every_entry
-from kserve.cli import cache, lock, report, tools
+from kserve.cli import cache, lock, profile, report, tools
 from kserve.cli.show import fields, say, table
 from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "report", report.every, "what kernels cost the processes that use this store")
     why_cold = _command(commands, "why-cold", report.one, "where one process lost its time, kernel by kernel")
     why_cold.add_argument("pid", type=int, help="of a process that lives and has loaded a kernel")
+    profile.add_command(_command(commands, "profile", profile.run, "where a step of a model spends its time"))
     cache.add_commands(_command(commands, "cache", None, "look into the store", json_flag=False), _command)
     return parser
 

@@ -29,7 +29,9 @@ def add_commands(ncu: argparse.ArgumentParser, sanitize: argparse.ArgumentParser
             "--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated"
         )
         parser.add_argument(
-            "--inputs", metavar="FILE.py:FUNCTION", help="FUNCTION(spec, device) returns one launch's arguments"
+            "--inputs",
+            metavar="FILE.py:FUNCTION",
+            help="what makes the arguments of one launch; without it, the inputs of its op's benchmark",
         )
     sanitize.add_argument("--tool", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS[0], help="what is checked")
 
@@ -46,7 +48,6 @@ def sanitize(arguments: argparse.Namespace) -> int:
 
 def _run(tool: Tool, arguments: argparse.Namespace, options: list[str]) -> int:
     find_tool(tool)  # what is missing is said before anything is built
-    inputs = place_of(arguments.name, arguments.inputs)
     arguments.target = [target_here(tool)]
     (wish,) = wishes(arguments, load_settings(), debug=tool.debug)
-    return run(tool, wish, inputs=inputs, options=options)
+    return run(tool, wish, inputs=place_of(arguments.name, arguments.inputs), options=options)

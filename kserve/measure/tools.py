@@ -75,7 +75,7 @@ def run(tool: Tool, wish: Wanted, *, inputs: str, options: list[str]) -> int:
     """Build the wish's debug variant, then run the tool over one launch of it; the tool's exit status.
 
     Args:
-        inputs:  `FILE.py:FUNCTION`, as `launch_once.place_of` gives it.
+        inputs:  where they come from, as `launch_once.place_of` gives it.
         options: the tool's own, after those it gets anyway.
     """
     path = find_tool(tool)

@@ -13,9 +13,10 @@ import pytest
 
 from kserve import cli, client
 from kserve.errors import LoadError, RequestError, ToolchainMissing
-from kserve.measure import tools
+from kserve.measure import launch_once, tools
 from kserve.measure.launch_once import maker_of, place_of
 from kserve.measure.tools import NCU, SANITIZER, find_tool
+from kserve.measure.workloads import example
 from tests.support.daemon import Daemon, daemon, place, variables
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda
 from tests.support.processes import kserve
@@ -128,7 +129,7 @@ def test_what_is_wrong_is_said_before_the_tool_runs(tool: Place):
         (("scale",), 2, "--inputs"),
         (("scale", "--inputs", "/does/not/exist.py:make"), 2, "exist.py"),
         (("scale", "--inputs", str(tool.inputs)), 2, "FILE.py:FUNCTION"),
-        (("scael", "--inputs", f"{tool.inputs}:make"), 3, "scale"),
+        (("scael",), 3, "scale"),
         (("scale", "--set", "size=x", "--inputs", f"{tool.inputs}:make"), 2, "size"),
     ):
         done = tool("ncu", *arguments)
@@ -173,9 +174,21 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_file_without_the_function_is_named(tmp_path: Path):
     (tmp_path / "beside.py").write_text("n = 3\n")
     (tmp_path / "inputs.py").write_text("import beside\ndef make(spec, device):\n    return (beside.n,)\n")
-    assert maker_of(place_of("scale", f"{tmp_path}/inputs.py:make"))({}, "cuda") == (3,)
+    assert maker_of("scale", place_of("scale", f"{tmp_path}/inputs.py:make"))({}, "cuda") == (3,)
     with pytest.raises(RequestError, match="made"):
-        maker_of(place_of("scale", f"{tmp_path}/inputs.py:made"))
+        maker_of("scale", place_of("scale", f"{tmp_path}/inputs.py:made"))
+
+
+@pytest.mark.parametrize(("name", "spec"), [("fused_norm_residual", {"hidden": 8}), ("realspace_fwd", {"n_ang": 2})])
+def test_a_kernel_behind_an_op_needs_no_file(name: str, spec: dict[str, int], monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    known = example(name)
+    assert known is not None
+    monkeypatch.setattr(launch_once, "example", lambda _: known._replace(sizes=dict.fromkeys(known.sizes, 3)))
+    assert place_of(name, None) == ""
+    arguments = maker_of(name, "")(spec, "cpu")
+    assert [argument for argument in arguments if isinstance(argument, int)] == [3], "the count"
+    assert all(tensor.device.type == "cpu" for tensor in arguments if hasattr(tensor, "device"))
 
 
 GPU_INPUTS = """
@@ -224,6 +237,15 @@ def test_the_real_ncu_profiles_the_kernel(gpu, own_place: Path, monkeypatch: pyt
 def test_the_real_sanitizer_passes_a_sound_kernel(gpu, own_place: Path, monkeypatch: pytest.MonkeyPatch):
     installed(SANITIZER)
     done = on_gpu(own_place, monkeypatch, "sanitize")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.toolchain
+def test_the_real_sanitizer_passes_a_built_in_kernel(gpu):
+    installed(SANITIZER)
+    done = kserve("sanitize", "fused_norm_residual", "--set", "hidden=128")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ERROR SUMMARY: 0 errors" in done.stdout
 
