@@ -58,7 +58,7 @@ def kernel_request(
     environment: Mapping[str, Any],
     build: bool = True,
     alias: Mapping[str, Any] | None = None,
-    outside: Mapping[str, Any] | None = None,
+    debug: str = "",
 ) -> dict[str, Any]:
     """One wanted kernel.
 
@@ -68,7 +68,7 @@ def kernel_request(
         environment: interpreter, PYTHONPATH and imported versions of the caller (`config.environment_of_process`).
         build:       False makes a miss an error.
         alias:       `request` and `stamps` of the caller, so that the next one needs no daemon; None for no alias.
-        outside:     `roots` that an extension may read, and `digests` of the files in them that the caller has looked at.
+        debug:       which debug variant; empty for none.
     """
     plain = {axis: value if isinstance(value, bool | int | str) else str(value) for axis, value in spec.items()}
     return {
@@ -79,8 +79,13 @@ def kernel_request(
         "environment": dict(environment),
         "build": build,
         "alias": alias,
-        **({"outside": outside} if outside else {}),
+        **({"debug": debug} if debug else {}),
     }
+
+
+def with_outside(request: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for an extension: with the `roots` that it may read, and `digests` of the files in them that were looked at."""
+    return {**request, "outside": outside}
 
 
 def resolve_request(kernels: list[dict[str, Any]], *, client: str, version: str, wait_s: float) -> dict[str, Any]:

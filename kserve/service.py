@@ -9,13 +9,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.includes import Includes, MissingIncludes, as_built, is_made_of
 from kserve.build.lease import Lease, Leases
-from kserve.build.plan import Plan, contract_of
+from kserve.build.plan import Plan, contract_of, named
 from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of
 from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
@@ -35,10 +34,11 @@ from kserve.ownership import identities
 from kserve.protocol import Pending, Resolved
 from kserve.store.artifacts import Artifacts
 from kserve.store.collect import Bounds
+from kserve.store.debug_sources import DebugSources
 from kserve.store.files import FileStore
 from kserve.store.layers import Layers
 from kserve.store.upkeep import Upkeep
-from kserve.toolchain.base import Built
+from kserve.toolchain.base import Built, built_from_json, without_times
 
 logger = logging.getLogger("kserve")
 # A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
@@ -61,8 +61,11 @@ class KernelService:
         self.pool = Pool(settings, self.scratch)
         bounds = Bounds(settings.max_bytes, settings.max_files)
         locked = read_lock(settings.lock).keys if settings.lock and settings.lock.is_file() else frozenset()
+        self.debug_sources = DebugSources(store)
+        self.debug_sources.sweep()
         self.upkeep = Upkeep(store, bounds, in_use=lambda: (*self.leases.running, *locked))
         layers = Layers(settings.layers, uids=identities(settings.trusted_uids))
+        self.upkeep.on_evicted(self.debug_sources.remove)
         self.artifacts = Artifacts(self.upkeep, layers)
         self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
@@ -131,6 +134,9 @@ class KernelService:
         manifest = self.artifacts.manifest(plan.key)
         if manifest is None or not self._is_of(plan, manifest) or not self.artifacts.is_sound(manifest):
             return None
+        if plan.job.debug and not self.debug_sources.holds(plan.key, plan.files):
+            self.artifacts.reasons.lose(plan.key, "its sources were removed")
+            return None
         self.counters["hits"] += 1
         self.upkeep.touch(plan.key)
         origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
@@ -171,7 +177,8 @@ class KernelService:
         files, read, log = await self.units.objects(
             lease, plan, files, lambda held, unit, own: self._build(held, unit, own, environment)
         )
-        staging = self.scratch.stage(files)
+        sources = self.debug_sources.write(plan.key, files) if plan.job.debug else None
+        staging = self.scratch.stage(files, sources=sources)
         staging.begin_log(log)
         files.clear()  # they lie in the staging directory now, for as long as the build waits its turn
         lease.log = staging.log
@@ -180,7 +187,7 @@ class KernelService:
             await self._check_compiler(plan, environment)
             lease.cpu_s = built["cpu_s"]
             plan = as_built(plan, {**read, **built["includes"]})
-            manifest = await asyncio.to_thread(self._publish, plan, _built(built), staging, lease)
+            manifest = await asyncio.to_thread(self._publish, plan, built_from_json(built), staging, lease)
             self.includes.note(plan, manifest)
             lease.result_key = manifest.key
             self.counters["built"] += 1
@@ -194,11 +201,13 @@ class KernelService:
             if type(error) is BuildError:
                 await self._refuse_full_disk(plan)
             logger.warning("failed key=%s name=%s target=%s error=%s", plan.key[:12], plan.name, plan.target, error.message)
-            raise _named(error, plan) from error
+            raise named(error, plan) from error
         finally:
             log = staging.log()
             lease.log = lambda: log
             staging.remove()
+            if sources is not None and self.artifacts.manifest(plan.key) is None:
+                self.debug_sources.remove(plan.key)
 
     async def _refuse_full_disk(self, plan: Plan) -> None:
         """A compiler that cannot write its result dies without a word. Raises: StoreError when the disk is why."""
@@ -218,7 +227,7 @@ class KernelService:
         contract = contract_of(plan, built)
         payload = staging.output("payload")
         attachments = {kind: staging.output(kind) for kind in built.attachments}
-        attachments["log"] = staging.log().encode()
+        attachments["log"] = without_times(staging.log()).encode()
         manifest = Manifest(
             key=plan.key,
             digest=digest_of(payload),
@@ -328,23 +337,9 @@ def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str
     return Resolved(manifest, lease.origin_for(client), lease.seconds)
 
 
-def _named(error: BuildError, plan: Plan) -> BuildError:
-    """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
-    facts = {"spec": canonical_json(plan.spec), "key": plan.key, **error.facts}
-    return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)
-
-
 def _ending() -> DaemonEnding:
     return DaemonEnding("artifacts are not built again: the daemon is going down", hint="call again")
 
 
 def _mark_running(lease: Lease) -> None:
     lease.state = "running"
-
-
-def _built(plain: Mapping[str, Any]) -> Built:
-    fields = dict(plain)
-    fields["params"] = None if plain["params"] is None else [(offset, size) for offset, size in plain["params"]]
-    fields["attachments"] = dict.fromkeys(plain["attachments"], "")
-    fields["scratch_bytes"] = tuple(plain["scratch_bytes"])
-    return Built(**fields)

@@ -14,16 +14,26 @@ from typing import Any, NamedTuple
 from kserve.artifact import DECLARED, GENERIC, Contract, Param
 from kserve.build.extension_job import Outside, extension_job, facts_of, library_contract, with_macros
 from kserve.definition import EXTENSION, Argument, Entry, KernelDef
-from kserve.errors import CompileFailed, InvalidDefinition
+from kserve.errors import BuildError, CompileFailed, InvalidDefinition, InvalidSpec
 from kserve.expression import Expression
 from kserve.key import build_key, canonical_json
 from kserve.outline import FILE_NAME
 from kserve.spec import DTYPES, Spec, SpecValue
-from kserve.target import Target
+from kserve.target import Target, parse_target
 from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": threads of a block. AMD's is the same.
 _MOST_THREADS = 1024
+
+
+class Debug(NamedTuple):
+    """A debug variant: which one, and the folder in which its sources stay, each key's in a folder of its own.
+
+    The binary names them there, so the folder is part of the key: equal keys give equal bytes.
+    """
+
+    kind: str
+    root: str
 
 
 class Plan(NamedTuple):
@@ -55,6 +65,7 @@ def plan_builds(
     fingerprint: Fingerprint,
     files: Mapping[str, str],
     outside: Outside | None = None,
+    debug: Debug | None = None,
 ) -> list[Plan]:
     """The builds one request needs: with the declared facts and, where they say anything, with none.
 
@@ -67,12 +78,12 @@ def plan_builds(
     if both := sorted(folders & set(sources)):
         raise InvalidDefinition(f"{entry.name}: {both[0]} is a file and a folder of another file")
     if definition.language == EXTENSION:
+        if debug:
+            allowed = {"allowed": "options in cflags and cuda_cflags"}
+            raise InvalidSpec(f"{entry.name} is an extension: it has no debug variants", facts=allowed)
         whole = extension_job(definition, entry, target=exact, sources=sources, outside=outside)
         whole = with_macros(whole, full, {axis: _spelled(value) for axis, value in full.items()})
-        components = _components(entry, whole, spec=full, fingerprint=fingerprint, sources=sources)
-        components |= facts_of(whole, fingerprint)
-        key = build_key(components)
-        return [Plan(key, components, entry.name, exact, full, DECLARED, whole, entry, sources, outside)]
+        return [_planned(entry, whole, spec=full, fingerprint=fingerprint, sources=sources)._replace(outside=outside)]
     plans = []
     for variant in (DECLARED, GENERIC) if entry.has_facts else (DECLARED,):
         arguments = tuple(_job_argument(argument, full, variant) for argument in entry.arguments)
@@ -83,11 +94,19 @@ def plan_builds(
             function=_function(entry, full),
             arguments=arguments,
             options={name: _option(option, full) for name, option in definition.options.items()},
+            debug=debug.kind if debug else "",
         )
         components = _components(entry, job, spec=full, fingerprint=fingerprint, sources=sources)
+        components |= {"debug": debug.kind, "debug.sources": debug.root} if debug else {}
         key = build_key(components)
         plans.append(Plan(key, components, entry.name, exact, full, variant, job, entry, sources))
     return plans[:1] if plans[0].components == plans[-1].components else plans  # facts that always hold are none
+
+
+def _planned(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: dict[str, str]) -> Plan:
+    """The build of an extension."""
+    components = _components(entry, job, spec=spec, fingerprint=fingerprint, sources=sources) | facts_of(job, fingerprint)
+    return Plan(build_key(components), components, entry.name, parse_target(job.target), spec, DECLARED, job, entry, sources)
 
 
 def _components(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: Mapping[str, str]) -> dict[str, str]:
@@ -133,6 +152,7 @@ def job_of(components: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
         function=components["function"],
         arguments=tuple(JobArgument(**{field: found[field] for field in JobArgument._fields}) for found in arguments),
         options={name: json.loads(text) for name, text in part("option.").items()},
+        debug=components.get("debug", ""),
     )
     return job, part("source.")
 
@@ -261,3 +281,9 @@ def _check_shared_memory(plan: Plan, built: Built, contract: Contract) -> None:
             f"{plan.name} needs {need} bytes of shared memory a block, {plan.target} has {limit}",
             facts={"spec": canonical_json(plan.spec)},
         )
+
+
+def named(error: BuildError, plan: Plan) -> BuildError:
+    """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
+    facts = {"spec": canonical_json(plan.spec), "key": plan.key, **error.facts}
+    return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)

@@ -10,7 +10,7 @@ from kserve.alias import Alias, Stamps
 from kserve.artifact import Manifest, compact
 from kserve.build.extension_job import Outside
 from kserve.build.fingerprints import Fingerprints
-from kserve.build.plan import Plan, plan_builds
+from kserve.build.plan import Debug, Plan, plan_builds
 from kserve.build.pool import Environment
 from kserve.definition import KernelDef
 from kserve.errors import InvalidDefinition, UnknownKernel, closest
@@ -29,7 +29,11 @@ class AliasWish(NamedTuple):
 
 
 class KernelRequest(NamedTuple):
-    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error."""
+    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error.
+
+    Fields:
+        debug: which debug variant; empty for none.
+    """
 
     name: str
     files: dict[str, str]
@@ -39,6 +43,7 @@ class KernelRequest(NamedTuple):
     build: bool = True
     alias: AliasWish | None = None
     outside: Outside | None = None
+    debug: str = ""
 
 
 class MissingSources(NamedTuple):
@@ -80,16 +85,19 @@ class Planner:
             canonical_json(request.spec),
             *facts,
             roots,
+            request.debug,
         )
         plans = self._plans.get(wish)
         if plans is None:
             plans = plan_builds(
-                *(definition, entry),
+                definition,
+                entry,
                 spec=request.spec,
                 target=target,
                 fingerprint=fingerprint,
                 files=request.files,
                 outside=request.outside,
+                debug=Debug(request.debug, self._artifacts.files.debug_root) if request.debug else None,
             )
             remember(self._plans, wish, plans)
         return [plan._replace(outside=request.outside) for plan in plans] if request.outside else plans
@@ -117,7 +125,7 @@ class Planner:
     async def keep_alias(self, request: KernelRequest, variants: list[Manifest]) -> None:
         """Keep the answer for the next client, which then needs no daemon."""
         definition = self.definition(request)
-        if request.alias is None or definition is None:
+        if request.alias is None or definition is None or request.debug:
             return
         found = await self._fingerprints.of(definition.language, request.environment)
         name, stamps, files = *request.alias, self._artifacts.files

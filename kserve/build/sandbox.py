@@ -71,8 +71,9 @@ class World:
     def enter(self, own: Path, roots: Iterable[str] = ()) -> bool:
         """Restrict this process and what it starts, for life: read and run what lies in the world, read and write in `own`.
 
-        What lies under `roots` can be read and not run. TCP, signals to other processes and abstract sockets are refused too,
-        by kernels that can.
+        What `own`/src is a link to may be read, and so may what lies under `roots`, which is not run.
+
+        TCP, signals to other processes and abstract sockets are refused too, by kernels that can.
 
         Returns: False when the kernel cannot, or refuses: nothing is restricted then, and standard output says why.
         """
@@ -91,8 +92,9 @@ class World:
         size = 24 if self._version >= 6 else 16 if self._version >= 4 else 8
         ruleset = _call(_CREATE_RULESET, attributes, size)
         try:
-            more = [rule for root in roots if (rule := self._rule(root, _READ & ~_EXECUTE))]
-            for rule in (*self._rules, *more, self._rule(str(own), _OWN)):
+            more = [self._rule(root, _READ & ~_EXECUTE) for root in roots]
+            rules = [rule for rule in (self._rule(f"{own}/src", _READ), *more) if rule]
+            for rule in (*self._rules, self._rule(str(own), _OWN), *rules):
                 _call(_ADD_RULE, ruleset, _PATH_BENEATH, rule)
             if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
                 raise _error()

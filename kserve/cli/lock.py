@@ -56,6 +56,8 @@ def _held(settings: Settings) -> list[Wanted]:
     """Every kernel of the store, as it was built."""
     found = {}
     for artifact in Connection(settings).call("GET", protocol.ARTIFACTS, start=True)["artifacts"]:
+        if artifact["debug"]:  # its bytes are for tools on this machine
+            continue
         axes = catalog.definition_of(catalog.find(artifact["name"], settings).folder).axes
         spec = {name: value for name, value in artifact["spec"].items() if name in axes}
         wish = Wanted(artifact["name"], artifact["target"], spec)

@@ -17,7 +17,7 @@ def add_wish(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated")
 
 
-def wishes(arguments: argparse.Namespace, settings: Settings) -> list[Wanted]:
+def wishes(arguments: argparse.Namespace, settings: Settings, *, debug: str = "") -> list[Wanted]:
     """One wish a target, its values of the axes' own types: the same request as from Python.
 
     Raises: RequestError for an assignment that is none, UnknownKernel, InvalidSpec.
@@ -25,7 +25,7 @@ def wishes(arguments: argparse.Namespace, settings: Settings) -> list[Wanted]:
     texts = dict(_assignment(text) for text in arguments.set)
     axes = catalog.definition_of(catalog.find(arguments.name, settings).folder).axes
     spec = {name: axes[name].normalise(text) if name in axes else text for name, text in texts.items()}
-    return [Wanted(arguments.name, target, spec) for target in arguments.target]
+    return [Wanted(arguments.name, target, spec, debug) for target in arguments.target]
 
 
 def _assignment(text: str) -> tuple[str, str]:

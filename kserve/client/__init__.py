@@ -18,13 +18,17 @@ __all__ = ["Kernel", "forget", "get_kernel", "get_kernels"]
 _memo: dict[Any, tuple[Kernel, list[type]]] = {}
 
 
-def get_kernel(name: str, *, target: str | None = None, timeout_s: float | None = None, **spec: Any) -> Kernel:
+def get_kernel(
+    name: str, *, target: str | None = None, timeout_s: float | None = None, debug: str | None = None, **spec: Any
+) -> Kernel:
     """The kernel of that name for that spec, ready to launch.
 
     Args:
         name:      an entry of the catalog (`kserve kernels` lists them).
         target:    such as `cuda:sm_90`; left out, the current device's.
         timeout_s: how long to wait for a build; the build itself goes on.
+        debug:     a variant for tools: `lineinfo`, `device` (no optimisation) or `sanitize`; its bytes name source files of
+                   this machine.
         spec:      a value for each axis without a default.
     Returns:
         A Kernel. Nothing is compiled, read or sent when this process asked for the same before.
@@ -33,14 +37,14 @@ def get_kernel(name: str, *, target: str | None = None, timeout_s: float | None 
         LoadError: the driver.
     """
     try:
-        place = (name, target or driver().current_device(), *spec.items())
+        place = (name, debug, target or driver().current_device(), *spec.items())
         found = _memo.get(place)
         # True, 1 and 1.0 are one key of a dictionary, and three different wishes.
         if found is not None and found[1] == [*map(type, spec.values())]:
             return found[0]
     except (TypeError, LoadError):  # an unhashable value, or no driver: the long road names it
         place = None
-    kernel = _resolve([(name, spec)], target, timeout_s)[0]
+    kernel = _resolve([(name, spec)], target, timeout_s, debug)[0]
     if place is not None:
         _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
     return kernel
@@ -59,14 +63,16 @@ def get_kernels(
     kernels = _resolve(wanted, target, timeout_s)
     for (name, spec), kernel in zip(wanted, kernels, strict=True):
         try:
-            place = (name, target or driver().current_device(), *spec.items())
+            place = (name, None, target or driver().current_device(), *spec.items())
             _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
         except (TypeError, LoadError):
             continue
     return kernels
 
 
-def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeout_s: float | None) -> list[Kernel]:
+def _resolve(
+    wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeout_s: float | None, debug: str | None = None
+) -> list[Kernel]:
     from kserve.client.direct import Wanted, resolve
 
     if not wanted:
@@ -83,7 +89,7 @@ def _resolve(wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeo
                 f"{names} has no target: {error.message}", hint="name one: get_kernel(…, target='cuda:sm_90')"
             ) from None
         target = str(found.target_of(found.current_device()))
-    return resolve([Wanted(name, target, spec) for name, spec in wanted], timeout_s=timeout_s)
+    return resolve([Wanted(name, target, spec, debug or "") for name, spec in wanted], timeout_s=timeout_s)
 
 
 def forget() -> None:

@@ -12,12 +12,12 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kserve.alias import Alias, alias_from_bytes, changed_since, is_as_it_was, request_digest
-from kserve.artifact import Artifact, Manifest, from_compact, manifest_from_bytes
+from kserve.artifact import DEBUGS, Artifact, Manifest, from_compact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.client.report import Call, Loaded, report
 from kserve.config import Settings, built_in_roots, environment_of_process, imported_version, load_settings
-from kserve.errors import CorruptArtifact, ForeignPeer, LoadError, StoreError
+from kserve.errors import CorruptArtifact, ForeignPeer, InvalidSpec, LoadError, LockMismatch, StoreError
 from kserve.ownership import identities, refuse_foreign
 from kserve.store.files import FileStore
 from kserve.target import parse_target
@@ -31,11 +31,16 @@ _TRUSTED_S = 1.0
 
 
 class Wanted(NamedTuple):
-    """One wish: an entry's name, a target, a value for each axis; its files, where they lie in no folder of the catalog."""
+    """One wish: an entry's name, a target, a value for each axis, which debug variant (empty for none).
+
+    Fields:
+        given: its files, where they lie in no folder of the catalog.
+    """
 
     name: str
     target: str
     spec: dict[str, Any]
+    debug: str = ""
     given: Given | None = None
 
 
@@ -165,6 +170,8 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     began = time.monotonic()
     here = local()
     lock = here.lock if locked else None
+    for wish in wanted:
+        _check_debug(wish, lock)
     names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
     seen: dict[tuple[str, int], bool] = {}
     found: dict[int, list[Artifact]] = {}
@@ -193,6 +200,17 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     return kernels
 
 
+def _check_debug(wish: Wanted, lock: Lock | None) -> None:
+    """Raises: InvalidSpec for a debug variant that does not exist, LockMismatch for any under a lock."""
+    if wish.debug not in ("", *DEBUGS):
+        raise InvalidSpec(f"{wish.name}: debug cannot be {wish.debug!r}", facts={"allowed": ", ".join(DEBUGS)})
+    if wish.debug and lock:
+        raise LockMismatch(
+            f"{wish.name} with debug={wish.debug} is refused: {lock.path} is in force, and a lock names no debug variants",
+            hint="unset KSERVE_LOCK for this process",
+        )
+
+
 def _line(kernel: Kernel, why: str) -> Loaded:
     manifest = kernel.manifest
     return Loaded(kernel.name, manifest.target, kernel.key, kernel.origin, "served", why, manifest.reason)
@@ -205,6 +223,8 @@ class _Doubt(Exception):
 def _named(here: Local, locked: Locked) -> list[Artifact]:
     """What the lock names. Raises: _Doubt where not all of it is in the store."""
     found = [_artifact(here, part.key) for part in locked.artifacts]
+    if any(one.manifest.debug for one in found):
+        raise LockMismatch(f"{locked.name} for {locked.target} is a debug variant: a lock cannot name one")
     if [one.manifest.digest for one in found] != [part.digest for part in locked.artifacts]:
         raise _Doubt("the store has other bytes than the lock names")
     return found
@@ -212,6 +232,8 @@ def _named(here: Local, locked: Locked) -> list[Artifact]:
 
 def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> list[Artifact]:
     """What the wish's alias names, while everything it was made of is as it was. Raises: _Doubt."""
+    if wish.debug:
+        raise _Doubt("it is a debug variant, which the daemon alone serves")
     if not here.stores:
         raise _Doubt("there is no store yet that this process can trust")
     content = here.stores[0].get(f"alias/{here.request_digest(wish)}")

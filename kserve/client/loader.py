@@ -100,6 +100,10 @@ class Driver:
             known = self._attributes[device, attribute] = value.value
         return known
 
+    def synchronize(self) -> None:
+        """Wait for all that the current context was given. Raises: LoadError for what went wrong in it."""
+        self.check(self.slow.cuCtxSynchronize(), "finish what was launched")
+
     def shared_bytes_limit(self, device: int) -> int:
         return self._attribute(device, _SHARED_OPTIN)
 

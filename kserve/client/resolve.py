@@ -198,7 +198,7 @@ def _check(wanted: list[Wanted], found: list[_Found]) -> None:
 
 def _requests(here: _Session, wanted: list[Wanted], found: list[_Found]) -> list[dict[str, Any]]:
     environment, build = environment_of_process(here.settings), not here.settings.no_build
-    return [
+    requests = [
         protocol.kernel_request(
             wish.name,
             files=item.entry.digests,
@@ -206,15 +206,23 @@ def _requests(here: _Session, wanted: list[Wanted], found: list[_Found]) -> list
             target=wish.target,
             environment=environment,
             build=build,
-            alias=None if (stamps := _stamps(item)) is None else {"request": here.local.request_digest(wish), "stamps": stamps},
-            outside=wish.given.outside if wish.given else None,
+            alias=_alias(here, wish, item),
+            debug=wish.debug,
         )
         for wish, item in zip(wanted, found, strict=True)
     ]
+    return [
+        protocol.with_outside(request, wish.given.outside) if wish.given else request
+        for request, wish in zip(requests, wanted, strict=True)
+    ]
 
 
-def _stamps(item: _Found) -> Stamps | None:
-    return item.entry.stamps if isinstance(item.entry, Given) else item.stamps
+def _alias(here: _Session, wish: Wanted, item: _Found) -> dict[str, Any] | None:
+    """What lets the next such request do without the daemon; None for a debug variant, which only the daemon serves."""
+    stamps = item.entry.stamps if isinstance(item.entry, Given) else item.stamps
+    if stamps is None or wish.debug:
+        return None
+    return {"request": here.local.request_digest(wish), "stamps": stamps}
 
 
 def _raise_first(wanted: list[Wanted], found: list[_Found], results: list[list[Resolved] | Pending | KserveError]) -> None:

@@ -152,7 +152,7 @@ def _served(
     codes = _codes(wish) if wish.with_cuda else ()
     target = f"cuda:sm_{_oldest(codes)}" if codes else str(host())
     try:
-        kernel = resolve([Wanted(wish.name, target, {}, _given(wish, codes))], load=False, locked=False)[0]
+        kernel = resolve([Wanted(wish.name, target, {}, given=_given(wish, codes))], load=False, locked=False)[0]
     except (ServiceError, StoreError) as error:
         warnings.warn(f"kserve cannot serve {wish.name}, torch builds it: {error.message}", RuntimeWarning, stacklevel=3)
         return _natively(function, given)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kserve.artifact import DEBUGS
 from kserve.build.extension_job import Outside, Root
 from kserve.build.planner import AliasWish, KernelRequest
 from kserve.build.pool import Environment
@@ -63,7 +64,8 @@ def read_resolve(content: bytes, *, may_alias: bool) -> ResolveRequest:
 
 
 def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
-    fields = _Fields(place, plain, ("name", "files", "target", "environment"), ("spec", "build", "alias", "outside"))
+    optional = ("spec", "build", "alias", "debug", "outside")
+    fields = _Fields(place, plain, ("name", "files", "target", "environment"), optional)
     files = fields.table("files", MOST_FILES)
     for name, digest in files.items():
         if len(name) > LONGEST_NAME or not _FILE_NAME.search(name) or "\n" in name:
@@ -75,6 +77,9 @@ def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
         if not isinstance(value, bool | int | str) or len(str(value)) > LONGEST_TEXT:
             raise _refused(f"{place}.spec.{axis[:80]}", "a boolean, an integer or a text")
     alias = _alias(f"{place}.alias", fields.get("alias"))
+    debug = fields.get("debug", "")
+    if debug not in ("", *DEBUGS):
+        raise _refused(f"{place}.debug", f"nothing, or one of {', '.join(DEBUGS)}")
     return KernelRequest(
         name=fields.text("name"),
         files=files,
@@ -84,6 +89,7 @@ def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
         build=fields.flag("build", default=True),
         alias=alias if may_alias else None,
         outside=_outside(f"{place}.outside", fields.get("outside"), may_read=may_alias),
+        debug=debug,
     )
 
 

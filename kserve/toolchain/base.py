@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -16,6 +17,7 @@ from kserve.alias import stamp
 from kserve.errors import CompileFailed, ToolchainMissing
 from kserve.spec import DTYPES, SCALARS
 
+_TOOK = re.compile(r"^.*Compile time = .*\n?", re.MULTILINE)  # ptxas -v
 MODULES = {
     "cuda": "kserve.toolchain.nvrtc",
     "triton": "kserve.toolchain.triton",
@@ -43,6 +45,7 @@ class Job(NamedTuple):
         function: a C++ name expression, or a Triton function's name.
         options:  the language's compile options: `flags` (texts, in order), `num_warps` and so on (integers).
         roots:    directories and files outside that the compile may read; never part of a key.
+        debug:    which debug variant (`artifact.DEBUGS`); empty for none.
     """
 
     language: str
@@ -52,6 +55,7 @@ class Job(NamedTuple):
     arguments: tuple[JobArgument, ...]
     options: dict[str, Any]
     roots: tuple[str, ...] = ()
+    debug: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**self._asdict(), "arguments": [argument._asdict() for argument in self.arguments]}
@@ -137,6 +141,15 @@ def job_from_json(plain: dict[str, Any]) -> Job:
     return Job(**{**plain, "arguments": arguments, "roots": tuple(plain["roots"])})
 
 
+def built_from_json(plain: Mapping[str, Any]) -> Built:
+    """What a worker has left as JSON."""
+    fields = dict(plain)
+    fields["params"] = None if plain["params"] is None else [(offset, size) for offset, size in plain["params"]]
+    fields["attachments"] = dict.fromkeys(plain["attachments"], "")
+    fields["scratch_bytes"] = tuple(plain["scratch_bytes"])
+    return Built(**fields)
+
+
 def fingerprint_files(name: str, version: str, *, root: Path, files: Iterable[Path], search: Iterable[str]) -> Fingerprint:
     """The fingerprint of a compiler that consists of these files under `root`.
 
@@ -200,6 +213,11 @@ def size_of(argument: JobArgument) -> int:
 
 def _number(kind: str) -> str:
     return "float" if kind.startswith("f") else "int"
+
+
+def without_times(log: str) -> str:
+    """A compiler's text less the lines that say how long it took: equal builds then share one log."""
+    return _TOOK.sub("", log)
 
 
 def places_of(path: Iterable[str], *names: str) -> list[str]:
