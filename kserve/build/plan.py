@@ -73,10 +73,7 @@ def plan_builds(
     """
     full = definition.specialise(entry, spec)
     exact = definition.resolve_target(entry, target)
-    sources = {name: digest for name, digest in files.items() if name != FILE_NAME}
-    folders = {str(parent) for name in sources for parent in PurePosixPath(name).parents}
-    if both := sorted(folders & set(sources)):
-        raise InvalidDefinition(f"{entry.name}: {both[0]} is a file and a folder of another file")
+    sources = _sources(entry, files)
     if definition.language == EXTENSION:
         if debug:
             allowed = {"allowed": "options in cflags and cuda_cflags"}
@@ -101,6 +98,15 @@ def plan_builds(
         key = build_key(components)
         plans.append(Plan(key, components, entry.name, exact, full, variant, job, entry, sources))
     return plans[:1] if plans[0].components == plans[-1].components else plans  # facts that always hold are none
+
+
+def _sources(entry: Entry, files: Mapping[str, str]) -> dict[str, str]:
+    """The files but the definition. Raises: InvalidDefinition where they cannot lie in one folder."""
+    sources = {name: digest for name, digest in files.items() if name != FILE_NAME}
+    folders = {str(parent) for name in sources for parent in PurePosixPath(name).parents}
+    if both := sorted(folders & set(sources)):
+        raise InvalidDefinition(f"{entry.name}: {both[0]} is a file and a folder of another file")
+    return sources
 
 
 def _planned(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: dict[str, str]) -> Plan:

@@ -15,7 +15,7 @@ from kserve.artifact import DEBUGS
 from kserve.catalog import every_entry
 from kserve.cli import cache, doctor, lock, profile, report, tools
 from kserve.cli.show import fields, say, table
-from kserve.cli.wishes import add_wish, wishes
+from kserve.cli.wishes import add_wish, every_wish, wishes
 from kserve.client.connection import Connection
 from kserve.client.direct import resolve
 from kserve.client.launch import Kernel
@@ -61,8 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     kernels = _command(commands, "kernels", _kernels, "list the kernels that can be asked for")
     kernels.add_argument("--schema", action="store_true", help="print the JSON schema of kernel.toml instead")
 
-    build = _command(commands, "build", _build, "build a kernel, or find it in the store")
+    build = _command(commands, "build", _build, "build kernels, or find them in the store")
     add_wish(build, required=True)
+    build.add_argument("--all", action="store_true", help="every kernel with its defaults, for each target it is made for")
     build.add_argument("--debug", choices=DEBUGS, default="", help="a variant for tools that show sources or check accesses")
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
@@ -195,7 +196,10 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    kernels = resolve(wishes(arguments, load_settings(), debug=arguments.debug), timeout_s=arguments.timeout, load=False)
+    if not (arguments.name or arguments.all):
+        raise RequestError("kserve build needs a kernel, or --all", hint="kserve kernels lists them")
+    named = every_wish if arguments.all else wishes
+    kernels = resolve(named(arguments, load_settings(), debug=arguments.debug), timeout_s=arguments.timeout, load=False)
     plain = [describe(kernel) for kernel in kernels]
     rows = [
         [k["name"], k["target"], k["origin"], f"{k['seconds']:.3f} s", f"{k['size_bytes']} B", k["key"][:12], k["digest"][:12]]
@@ -205,7 +209,7 @@ def _build(arguments: argparse.Namespace) -> int:
     spilling = [k for k in plain if k["resources"].get("spill_bytes")]
     spills = [f"{k['name']} for {k['target']} spills {k['resources']['spill_bytes']} bytes a thread" for k in spilling]
     text = "\n".join([table(head, rows), *spills])
-    return _report(arguments, plain[0] if len(plain) == 1 else {"kernels": plain}, text)
+    return _report(arguments, plain[0] if len(plain) == 1 and not arguments.all else {"kernels": plain}, text)
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:

@@ -207,12 +207,13 @@ class ExtensionToolchain:
         return found
 
     def _mapped(self, job: Job) -> list[str]:
-        """Names instead of this machine's paths, wherever a source asks for the name of its file."""
+        """Names instead of this machine's paths, wherever a source asks for its file: as given, and without links."""
         places = {str(self._torch.include): "/torch", str(self._python): "/python", str(Path.cwd()): "/kserve"}
         if isinstance(self._cuda, Toolkit):
             places |= {str(path): "/cuda" for path in (self._cuda.home, *self._cuda.includes)}
         places |= {root: f"/root{number}" for number, root in enumerate(job.roots)}
-        return [f"-ffile-prefix-map={place}={name}" for place, name in places.items()]
+        real = {os.path.realpath(place): name for place, name in places.items()}
+        return [f"-ffile-prefix-map={place}={name}" for place, name in {**real, **places}.items()]
 
     def _cxx_line(self, job: Job, unit: str) -> list[str]:
         flags = [*self._defines(job), *self._quoted(job, unit), *self._include_flags(job), "-fPIC", self._torch.standard]

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from kserve.errors import ToolchainMissing
 from kserve.toolchain.base import Job
-from kserve.toolchain.cuda_root import candidates, chosen
+from kserve.toolchain.cuda_root import Toolkit, candidates, chosen
 from kserve.toolchain.extension import ExtensionToolchain
 from kserve.toolchain.host import find_host
 from kserve.toolchain.torch_facts import Torch, find_torch
 
 native = pytest.importorskip("torch.utils.cpp_extension")
-pytestmark = [
-    pytest.mark.toolchain,
-    pytest.mark.skipif(native.CUDA_HOME is None, reason="torch finds no CUDA toolkit"),
-]
+pytestmark = pytest.mark.toolchain
 # What is added, docs/decisions/0006: nothing that a program could notice but its paths.
 OURS = re.compile(r"-ffile-prefix-map=.*|-frandom-seed=.*|-Werror=date-time|-objtemp|--orig_src_path_name .*|-I\.|-Iinclude")
 
@@ -31,10 +29,16 @@ def torch_here() -> Torch:
     return found
 
 
-def ours(torch_here: Torch, own_place: Path, **options: object) -> tuple[list[str], list[str], list[str]]:
-    toolkit = chosen(
-        candidates([("configured", Path(native.CUDA_HOME))], [Path(p) for p in sys.path if p], cuda=torch_here.cuda)
-    )
+@pytest.fixture
+def toolkit(torch_here: Torch) -> Toolkit:
+    try:
+        return chosen(candidates([], [Path(entry) for entry in sys.path if entry], cuda=torch_here.cuda))
+    except ToolchainMissing as error:
+        pytest.skip(error.message)
+
+
+def ours(torch_here: Torch, toolkit: Toolkit, **options: object) -> tuple[list[str], list[str], list[str]]:
+    """The command lines of a C++ unit, a CUDA unit and the library."""
     toolchain = ExtensionToolchain(torch_here, find_host(), toolkit)
     job = Job(
         "torch-extension",
@@ -52,8 +56,9 @@ def ours(torch_here: Torch, own_place: Path, **options: object) -> tuple[list[st
     )
 
 
-def theirs(own_place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def theirs(own_place: Path, toolkit: Toolkit, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """The variables of torch's ninja file, as words."""
+    monkeypatch.setattr(native, "CUDA_HOME", str(toolkit.home))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -88,12 +93,14 @@ def bare(words: list[str]) -> list[str]:
     return [word for word in told(words) if not OURS.fullmatch(word.removeprefix("-Xcompiler=").removeprefix("-Xcudafe="))]
 
 
-def test_every_flag_of_torchs_is_given_and_no_other(torch_here: Torch, own_place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_flag_of_torchs_is_given_and_no_other(
+    torch_here: Torch, toolkit: Toolkit, own_place: Path, monkeypatch: pytest.MonkeyPatch
+):
     (own_place / "a.cpp").touch()
     (own_place / "b.cu").touch()
     monkeypatch.chdir(own_place)
-    flags = theirs(own_place, monkeypatch)
-    cxx, nvcc, link = ours(torch_here, own_place, cflags=["-O3"], cuda_cflags=["-O2"], ldflags=["-lm"])
+    flags = theirs(own_place, toolkit, monkeypatch)
+    cxx, nvcc, link = ours(torch_here, toolkit, cflags=["-O3"], cuda_cflags=["-O2"], ldflags=["-lm"])
     # Beside torch's own include directories those of the wheels, for what the toolkit lacks.
     known = {*told(flags["cflags"]), *told(flags["cuda_cflags"]), *told(flags["ldflags"])}
 
