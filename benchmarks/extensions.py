@@ -3,7 +3,7 @@
     python benchmarks/extensions.py [--pybind] [--rounds N]
 
 Each figure is a process of its own, timed from after `import torch` to the loaded module. Both loaders work with the same
-sources and flags in fresh directories, in turns. `--pybind` adds the common case, a source with <torch/extension.h>: a minute each.
+sources and flags in fresh directories, in turns. `--pybind` adds the common case, a source with <torch/extension.h>: a minute.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def compared(name: str, call: dict[str, object], rounds: int) -> None:
                 warm[arm] += [timed(arm.partition(",")[0], call, place) for _ in range(3)]
                 ended(place)
     print(name)
-    for arm in cold:
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(cold[arm], cold["torch"], strict=True))
-        first, again = statistics.median(cold[arm]), 1000 * statistics.median(warm[arm])
+    for arm, seconds in cold.items():
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(seconds, cold["torch"], strict=True))
+        first, again = statistics.median(seconds), 1000 * statistics.median(warm[arm])
         print(f"  {arm:20} cold {first:6.2f} s ({ratio:.3f} of torch's), second process {again:5.0f} ms")
 
 

@@ -12,6 +12,7 @@ from kserve.spec import Spec
 from kserve.target import Target
 from kserve.toolchain.base import Built, Fingerprint, Job
 
+PROJECT = "project"
 UNIT_SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu")
 _OF_CXX, _OF_CUDA = ("cflags",), ("cuda_cflags",)
 _OF_LIBRARY = ("ldflags", "binding")
@@ -22,7 +23,8 @@ class Root(NamedTuple):
 
     Fields:
         use:      `quote FOLDER` for `#include "…"` in the units of that folder, `include` and `system` as a compiler has them,
-                  `library` for the linker, `read` for nothing but reading.
+                  `library` for the linker, `read` for nothing but reading; `project` for reading too, and in no key: whether
+                  sources lie in one says nothing about them. Those come last.
         identity: name and version of the package it belongs to; empty where each file is looked at.
     """
 
@@ -46,7 +48,7 @@ def extension_job(
     options: dict[str, Any] = {name: list(value) for name, value in definition.options.items() if isinstance(value, tuple)}
     options["units"] = list(_units(definition, sources))
     options["with_cuda"] = target.backend == "cuda"
-    options["roots"] = [[root.use, root.identity] for root in roots]
+    options["roots"] = [[root.use, root.identity] for root in roots if root.use != PROJECT]
     if not options["units"]:
         allowed = {"allowed": f"at least one file that ends in {', '.join(UNIT_SUFFIXES)}"}
         raise InvalidDefinition(f"{entry.name} has nothing to compile", facts=allowed)

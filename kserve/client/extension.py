@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 # By key: what is loaded stays loaded, and its file in memory open, so that no other one gets its name.
 _loaded: dict[str, ModuleType | None] = {}
 _paths: dict[str, str] = {}
+_loading = threading.RLock()  # what a library runs when it is loaded may load another
 
 
 def get_extension(name: str, *, target: str | None = None, timeout_s: float | None = None, **spec: Any) -> ModuleType | None:
@@ -56,15 +58,16 @@ def current_target() -> str:
 def load(artifact: Artifact) -> ModuleType | None:
     """Load a library that was verified; once in a process. Raises: LoadError."""
     manifest = artifact.manifest
-    if manifest.key not in _loaded:
-        check(manifest)
-        path = _paths[manifest.key] = _in_memory(artifact)
-        if "python" in manifest.contract.needs:
-            _loaded[manifest.key] = _module(path, manifest)
-        else:
-            _operators(path, manifest)
-            _loaded[manifest.key] = None
-    return _loaded[manifest.key]
+    with _loading:
+        if manifest.key not in _loaded:
+            check(manifest)
+            path = _paths[manifest.key] = _in_memory(artifact)
+            if "python" in manifest.contract.needs:
+                _loaded[manifest.key] = _module(path, manifest)
+            else:
+                _operators(path, manifest)
+                _loaded[manifest.key] = None
+        return _loaded[manifest.key]
 
 
 def path_of(key: str) -> str:

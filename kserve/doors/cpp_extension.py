@@ -208,7 +208,7 @@ def _given(wish: _Wish, codes: tuple[str, ...]) -> Given:
     roots = [*_source_roots(wish.paths), *(Root(path, "include") for path in wish.include_paths)]
     roots += [*wish.cflags.roots, *wish.cuda_cflags.roots]
     ldflags = [_shifted(flag, len(roots)) for flag in wish.ldflags.plain]
-    roots += wish.ldflags.roots
+    roots += [*wish.ldflags.roots, *_projects(wish.paths)]
     units = [*wish.texts, *wish.paths]
     toml = _definition(wish, units, ldflags, codes)
     places = [str(path) for path in wish.paths.values()]
@@ -243,14 +243,17 @@ def _oldest(codes: tuple[str, ...]) -> int:
 
 
 def _source_roots(paths: Mapping[str, Path]) -> list[Root]:
-    """The folder of each source for `#include "…"`, and the projects they lie in for what is included by `../`."""
+    """The folder of each source, for `#include "…"`."""
+    return list(dict.fromkeys(Root(str(path.parent), f"quote {PurePosixPath(name).parent}") for name, path in paths.items()))
+
+
+def _projects(paths: Mapping[str, Path]) -> list[Root]:
+    """The projects the sources lie in, for what is included by `../`: the last of all roots, since they are in no key."""
     found: dict[Root, None] = {}
-    for name, path in paths.items():
-        found[Root(str(path.parent), f"quote {PurePosixPath(name).parent}")] = None
     for path in paths.values():
         project = next((parent for parent in path.parents if any((parent / mark).exists() for mark in _PROJECT)), None)
         if project is not None and project not in (Path.home(), Path("/")):
-            found[Root(str(project), "read")] = None
+            found[Root(str(project), "project")] = None
     return list(found)
 
 

@@ -172,7 +172,9 @@ class ExtensionToolchain:
         known = [str(Path.cwd()), str(Path.cwd().parent), *map(str, self._known())]
         uses = job.options["roots"]
         order = [number for kind in _SEARCHED for number, (use, _) in enumerate(uses) if use.startswith(kind)]
-        roots = Roots(job.roots, [identity for _, identity in uses], order)
+        # Those without a use are projects, whose files are looked at.
+        identified = [identity for _, identity in uses] + [""] * (len(job.roots) - len(uses))
+        roots = Roots(job.roots, identified, order)
         return read_from_roots([*dict.fromkeys(read)], roots, known=known, since_ns=since_ns)
 
     def _known(self) -> Iterator[Path]:
@@ -192,13 +194,13 @@ class ExtensionToolchain:
 
     def _quoted(self, job: Job, unit: str) -> list[str]:
         """Where the unit came from: what it includes in quotes lies beside it there."""
-        uses = zip(job.roots, job.options.get("roots", ()), strict=True)
+        uses = zip(job.roots, job.options.get("roots", ()), strict=False)
         return [f"-iquote{root}" for root, (use, _) in uses if use == f"quote {Path(unit).parent}"]
 
     def _include_flags(self, job: Job) -> list[str]:
         """The kernel's own folder, the roots in their order, then torch, CUDA and Python as the system's."""
         found = ["-I.", "-Iinclude"]
-        for root, (use, _) in zip(job.roots, job.options.get("roots", ()), strict=True):
+        for root, (use, _) in zip(job.roots, job.options.get("roots", ()), strict=False):
             found += {"include": [f"-I{root}"], "system": ["-isystem", root]}.get(use, [])
         system = [self._torch.include, self._torch.include / "torch" / "csrc" / "api" / "include"]
         system += self._toolkit.includes if job.options["with_cuda"] else ()
@@ -233,7 +235,7 @@ class ExtensionToolchain:
     def _link_line(self, job: Job, objects: list[Path]) -> list[str]:
         cuda = job.options["with_cuda"]
         flags = ["-shared", *(_rooted(flag, job.roots) for flag in job.options.get("ldflags", ()))]
-        uses = zip(job.roots, job.options.get("roots", ()), strict=True)
+        uses = zip(job.roots, job.options.get("roots", ()), strict=False)
         flags += [f"-L{root}" for root, (use, _) in uses if use == "library"]
         flags += [f"-L{self._torch.libraries}", "-lc10", *(["-lc10_cuda"] if cuda else []), "-ltorch_cpu"]
         flags += [*(["-ltorch_cuda"] if cuda else []), "-ltorch", *([] if is_operators(job) else ["-ltorch_python"])]

@@ -325,6 +325,22 @@ def test_functions_of_a_text_are_bound_with_their_docstrings(sources: Path):
     assert load_inline("bound", [BINDINGS], functions=functions, **options) is found
 
 
+@pytest.mark.slow
+def test_the_common_case_a_text_over_tensors_with_torchs_own_headers(sources: Path):
+    """A minute of torch's headers, once."""
+    text = (
+        'torch::Tensor sin_add(torch::Tensor x, torch::Tensor y) { TORCH_CHECK(x.dim() > 0, "a scalar"); return x.sin() + y; }'
+    )
+    found = load_inline("tensors", text, functions={"sin_add": "sin(x) + y"})
+    x, y = torch.rand(3), torch.rand(3)
+    assert torch.equal(found.sin_add(x, y), x.sin() + y)
+    assert "sin(x) + y" in found.sin_add.__doc__
+    with pytest.raises(RuntimeError, match="a scalar"):
+        found.sin_add(torch.tensor(1.0), y)
+    assert again(lambda: load_inline("tensors", [text], functions={"sin_add": "sin(x) + y"})) is found
+    assert last().origin == "disk"
+
+
 def test_a_text_edited_again_and_again_is_right_each_time(sources: Path):
     found = [load_inline("reloaded", module(str(number)), no_implicit_headers=True) for number in (1, 2, 3)]
     assert [one.answer() for one in found] == [1, 2, 3]
@@ -485,3 +501,17 @@ def test_what_is_loaded_stays_whatever_becomes_of_the_store(sources: Path, runni
     running.call("POST", "/v1/prune", {"name": "lasting"})
     assert found.answer() == 4
     assert extension.path_of  # the library is a file of this process alone
+
+
+def test_whether_sources_lie_in_a_project_is_in_no_key(sources: Path):
+    found = []
+    for name in ("exported", "cloned"):
+        source = written(sources / name / "src" / "same.cpp", '#include "../same.h"\n' + module("SAME"))
+        written(sources / name / "same.h", "#define SAME 6\n")
+        (sources / name / "setup.py").touch()
+        found.append(load("projected", source, extra_include_paths=[str(sources / name)] if name == "exported" else None))
+    assert found[0].answer() == found[1].answer() == 6
+    plain = written(sources / "bare" / "alone.cpp", module("1"))
+    first = load("alone", plain)
+    (sources / "bare" / "pyproject.toml").touch()
+    assert again(lambda: load("alone", plain)) is first
