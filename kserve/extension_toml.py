@@ -35,8 +35,8 @@ def extension_options(table: Table) -> dict[str, tuple[str, ...] | Expression]:
             raise table.fail(
                 "arches", code, "sm_NN for binary code, compute_NN for PTX, with a or f after it where there is one"
             )
-    abi = table.take("stable_abi", str, "a release of torch such as 2.11", "")
-    if abi and not STABLE_ABI.fullmatch(abi):
+    abi = table.take("stable_abi", str, "a release of torch such as 2.11", None)
+    if abi is not None and not STABLE_ABI.fullmatch(abi):
         raise table.fail("stable_abi", abi, "a release of torch such as 2.11")
     binding = table.choice("binding", BINDINGS, BINDINGS[0])
     table.end(OPTION_FIELDS[EXTENSION])

@@ -64,7 +64,7 @@ def extension_job(
 def _units(definition: KernelDef, sources: Mapping[str, str]) -> Iterator[str]:
     """What is compiled, in the order it is linked: files that `sources` names, then those its patterns match."""
     named = [name for name in definition.sources if name in sources]
-    matched = [name for name in sources if not name.startswith("include/")]
+    matched = [name for name in sorted(sources) if not name.startswith("include/")]
     for name in dict.fromkeys((*named, *matched)):
         if name.endswith(UNIT_SUFFIXES) and name not in definition.headers:
             yield name
