@@ -117,7 +117,7 @@ def assert_compilers_lie_in(root: Path, found: Daemon) -> None:
     workers = found.call("GET", "/v1/status")["workers"]
     assert {worker["language"] for worker in workers} == {"cuda", "triton"}
     assert all(worker["python"].startswith(str(root)) for worker in workers)
-    known = json.loads((root / "store" / "toolchains.json").read_text())
+    known = json.loads((root / "store" / "toolchains.json").read_text())["toolchains"]
     files = [path for toolchain in known.values() for path, stamp in toolchain["stamps"].items() if stamp]
     assert files
     assert [path for path in files if not path.startswith(str(root))] == []
