@@ -5,6 +5,8 @@
 #pragma once
 
 #include <kserve/access.cuh>
+#include <kserve/narrow.cuh>
+#include <kserve/philox.cuh>
 
 #include "launch.h"
 

@@ -1,3 +1,3 @@
-// The kernel is in a header, which the built-in extension has too.
+// The kernels are in a header, which the built-in extension has too.
 
 #include <kserve/norm_residual.cuh>
