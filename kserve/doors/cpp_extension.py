@@ -149,6 +149,8 @@ def _wish(given: Mapping[str, Any], *, texts: dict[str, bytes], paths: dict[str,
 def _served(
     wish: _Wish, given: dict[str, Any], function: str, *, build_directory: str | None, verbose: bool
 ) -> ModuleType | str:
+    if local().settings.disable:
+        return _natively(function, given)
     codes = _codes(wish) if wish.with_cuda else ()
     target = f"cuda:sm_{_oldest(codes)}" if codes else str(host())
     try:

@@ -18,6 +18,7 @@ from kserve.build.sandbox import landlock_version
 from kserve.catalog import every_entry
 from kserve.config import Settings
 from tests.support.daemon import Daemon, daemon, place, variables
+from tests.support.extensions import CUDA_TOML, write_cuda_extension
 from tests.support.processes import REPOSITORY
 
 pytestmark = [pytest.mark.toolchain, pytest.mark.slow]
@@ -121,10 +122,25 @@ def test_another_checkout_and_environment_give_the_same_keys_and_bytes():
     assert found["n_rebuilt"] == len(built) > len(TARGETS) * len(WISHES), "most have a variant for no facts"
 
 
+STABLE = """
+#include <torch/csrc/stable/tensor.h>
+extern "C" bool is_row(void* tensor) {
+  const torch::stable::Tensor found(static_cast<AtenTensorHandle>(tensor));
+  STD_TORCH_CHECK(found.dim() == 1, "a message with the name of this file");
+  return found.is_contiguous();
+}
+"""
+
+
 @pytest.mark.skipif(not Path("/usr/local/cuda/bin/nvcc").is_file(), reason="there is no nvcc in /usr/local/cuda")
 def test_an_extension_has_the_same_bytes_beside_another_torch_and_toolkit():
-    """Torch, the toolkit and Python's headers are reached by other paths, as in another virtual environment."""
+    """Kernel, torch, toolkit and Python's headers are reached by other paths, as in another checkout and environment."""
+    toml = CUDA_TOML.replace('["scale.cu"]', '["scale.cu", "stable.cpp"]').replace(
+        "[options]", '[options]\nstable_abi = "2.11"'
+    )
     with place() as root:
+        for folder in (root / "kernels" / "case", root / "elsewhere" / "deep" / "case"):
+            (write_cuda_extension(folder, toml=toml) / "stable.cpp").write_text(STABLE)
         python, checkout = second_environment(root / "venv"), second_checkout(root / "checkout")
         site = next((root / "venv").glob("lib/python3*/site-packages"))
         (site / "torch").symlink_to(SITE / "torch")
@@ -135,24 +151,25 @@ def test_an_extension_has_the_same_bytes_beside_another_torch_and_toolkit():
             built = extension(python, checkout, root, CUDA_HOME=str(root / "cuda"))
             artifacts = there.call("GET", "/v1/artifacts")["artifacts"]
             logs = [there.call("GET", f"/v1/artifacts/{one['key']}")["attachments"]["log"] for one in artifacts]
-        assert len(artifacts) == 4
+        assert len(artifacts) == 3
         assert all(f"{site}/torch/" in log for log in logs)
         for one in artifacts:
             payload = (root / "store" / "payload" / one["digest"][:2] / one["digest"]).read_bytes()
             assert str(root).encode() not in payload
             assert str(SITE).encode() not in payload
         with daemon(root) as here:
-            assert extension(sys.executable, REPOSITORY, root, KSERVE_NO_BUILD="1", CUDA_HOME="/usr/local/cuda") == built
+            other = {"KSERVE_NO_BUILD": "1", "CUDA_HOME": "/usr/local/cuda", "KSERVE_PATH": str(root / "elsewhere" / "deep")}
+            assert extension(sys.executable, REPOSITORY, root, **other) == built
             shutil.rmtree(root / "venv")
             found = here.call("POST", "/v1/verify?rebuild=1", wait_s=200)
     assert (found["differing"], found["failed"], found["skipped"]) == ([], [], [])
-    assert found["n_rebuilt"] == 4
+    assert found["n_rebuilt"] == 3
 
 
 def extension(python: str, checkout: Path, root: Path, **environment: str) -> tuple[str, str]:
-    """Key and digest of the built-in extension, from that interpreter and that checkout."""
+    """Key and digest of the extension, from that interpreter and that checkout."""
     done = subprocess.run(
-        [python, "-m", "kserve", "build", EXTENSION, "--target", "sm_90", "--json"],
+        [python, "-m", "kserve", "build", "scaling", "--target", "sm_90", "--json"],
         cwd=checkout,
         env={"PATH": os.environ["PATH"], **variables(root, KSERVE_AUTOSTART="0", **environment)},
         capture_output=True,

@@ -475,6 +475,14 @@ def test_a_daemon_that_cannot_be_reached_leaves_the_build_to_torch(sources: Path
     client.forget()
 
 
+def test_the_kill_switch_leaves_everything_to_torch(sources: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KSERVE_DISABLE", "1")
+    monkeypatch.setattr("torch.utils.cpp_extension.load", lambda **given: (given["name"], given["sources"]))
+    source = str(written(sources / "native.cpp", module("3")))
+    assert again(lambda: load("switched", source)) == ("switched", [source])
+    client.forget()
+
+
 def test_a_hung_daemon_is_left_within_a_moment(sources: Path, running: Daemon, monkeypatch: pytest.MonkeyPatch):
     """From the call to the beginning of torch's own build."""
     began: list[float] = []

@@ -10,7 +10,8 @@ import torch
 
 from kserve import get_extension, get_kernel
 from kserve.config import built_in_roots
-from kserve.ops import extension
+from kserve.ops import extension, graph_norm_bce
+from kserve.ops.edge_features import reference
 from tests.support.processes import kserve
 
 pytestmark = pytest.mark.toolchain
@@ -19,29 +20,30 @@ needs_nvcc = pytest.mark.skipif(
 )
 
 
-def test_its_device_code_is_the_kernels_and_has_no_header_of_torch():
+@pytest.mark.parametrize("kernel", ["norm_residual", "edge_features", "graph_norm_bce"])
+def test_its_device_code_is_the_kernels_and_has_no_header_of_torch(kernel: str):
     cuda, _ = built_in_roots()
-    shared = (cuda / "include" / "kserve" / "norm_residual.cuh").read_text()
-    assert "torch" not in shared
-    for user in (cuda / "norm_residual" / "norm_residual.cu", cuda / "extension" / "norm_residual_launch.cuh"):
-        assert "#include <kserve/norm_residual.cuh>" in user.read_text()
+    assert "torch" not in (cuda / "include" / "kserve" / f"{kernel}.cuh").read_text()
+    for user in (cuda / kernel / f"{kernel}.cu", cuda / "extension" / "launch.cuh"):
+        assert f"#include <kserve/{kernel}.cuh>" in user.read_text()
 
 
 @needs_nvcc
-def test_it_is_built_ahead_for_three_arches_and_registers_its_operator(own_place: Path):
-    done = kserve("build", "--all", "--target", "sm_80", "--target", "sm_89", "--target", "sm_90", "--json")
+def test_it_is_built_ahead_with_all_others_and_registers_its_operators(own_place: Path):
+    done = kserve("build", "--all", "--target", "sm_90", "--json")
     assert done.returncode == 0, done.stderr
-    found = [one for one in json.loads(done.stdout)["kernels"] if one["name"] == extension.NAME]
-    assert [one["target"] for one in found] == ["cuda:sm_80", "cuda:sm_89", "cuda:sm_90"]
-    assert len({one["digest"] for one in found}) == 3
+    found = {one["name"]: one["target"] for one in json.loads(done.stdout)["kernels"]}
+    assert found[extension.NAME] == "cuda:sm_90"
+    assert {"fused_norm_residual", "realspace_fwd"} < found.keys()
     assert get_extension(extension.NAME, target="sm_90") is None
-    schema = torch.ops.kserve.norm_residual_128.default._schema
-    assert [argument.name for argument in schema.arguments] == ["x", "residual", "gamma", "beta", "eps"]
+    schemas = [getattr(torch.ops.kserve, f"{name}_128").default._schema for name in ("norm_residual", "edge_features")]
+    assert [argument.name for argument in schemas[0].arguments] == ["x", "residual", "gamma", "beta", "eps"]
+    assert str(schemas[1]).endswith("-> Tensor")
     with pytest.raises(RuntimeError, match=r"CUDA|CPU"):
         torch.ops.kserve.norm_residual_128(
             *(torch.zeros(2, 128) for _ in range(2)), *(torch.zeros(128) for _ in range(2)), 1e-5
         )
-    again = json.loads(kserve("build", extension.NAME, "--target", "sm_89", "--json").stdout)
+    again = json.loads(kserve("build", extension.NAME, "--target", "sm_90", "--json").stdout)
     assert again["origin"] == "disk"
 
 
@@ -83,3 +85,31 @@ def test_a_tensor_that_does_not_fit_is_refused(gpu: torch.device):
     for wrong in (x.double(), x[:, :64], x.t().contiguous().t(), x.cpu()):
         with pytest.raises(RuntimeError):
             extension.norm_residual(x, wrong, affine, affine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [128, 129])
+@pytest.mark.parametrize("n_edges", [0, 1, 129, 5000])
+def test_edge_features_are_those_of_the_op(gpu: torch.device, n_edges: int, hidden: int):
+    generator = torch.Generator(device=gpu).manual_seed(n_edges)
+    x = torch.randn(77, hidden, device=gpu, generator=generator)
+    edge_h = torch.randn(n_edges, hidden, device=gpu, generator=generator)
+    edge_index = torch.randint(77, (2, n_edges), device=gpu, generator=generator)
+    found = extension.edge_features(x, edge_index, edge_h)
+    assert torch.equal(found, reference(x, edge_index, edge_h))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("n_edges", [1, 1000, 1 << 21])
+def test_the_loss_has_the_bits_of_the_ops(gpu: torch.device, n_edges: int, is_sorted: bool):
+    generator = torch.Generator(device=gpu).manual_seed(n_edges)
+    logits = torch.randn(n_edges, device=gpu, generator=generator)
+    target = torch.randint(2, (n_edges,), device=gpu, generator=generator).float()
+    edge_graph = torch.randint(50, (n_edges,), device=gpu, generator=generator)
+    edge_graph = edge_graph.sort().values if is_sorted else edge_graph
+    weight = torch.tensor(3.0, device=gpu)
+    for given in (None, weight):
+        expected = graph_norm_bce(logits, target, edge_graph, n_graphs=50, pos_weight=given)
+        found = extension.graph_norm_bce(logits, target, edge_graph, n_graphs=50, pos_weight=given)
+        assert torch.equal(found, expected)

@@ -1,7 +1,0 @@
-#define KSERVE_ALIGN 4
-#include "norm_residual_launch.cuh"
-
-int kserve_norm_residual_any(const float* x, const float* residual, const float* gamma, const float* beta, float* out,
-                             std::int64_t n, float eps, void* stream) {
-  return launch_norm_residual(x, residual, gamma, beta, out, n, eps, stream);
-}
