@@ -35,6 +35,7 @@ class Kernel:
         key, digest, target, resources: of the variant for the declared argument facts.
         origin:  memo, disk, remote, built or joined.
         generic: the manifest of the variant without facts; None where the kernel declares no facts.
+        knobs:   the values of its knobs.
         seconds: what this call of get_kernel took, load included; 0.0 for a memo hit.
     Raises (on a call):
         LaunchError: a wrong argument, before anything is launched.
@@ -78,6 +79,11 @@ class Kernel:
     @property
     def resources(self) -> dict[str, int]:
         return dict(self.manifest.resources)
+
+    @property
+    def knobs(self) -> dict[str, int]:
+        contract = self.manifest.contract
+        return {name: contract.constants[name] for name in contract.knobs}
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} {self.manifest.target} {self.key[:12]} {self.origin}>"
@@ -180,6 +186,13 @@ class Roads:
         handle = _stream(name, passed, stream)
         values = {param.name: item.value for param, item in zip(params, passed, strict=True)}
         library = self.libraries[0 if _facts_hold(params, values) else -1]
+        if grid is not None and self._contract.tuned and not callable(grid):
+            names = ", ".join(self._contract.tuned)
+            raise LaunchError(
+                f"{name}: grid {grid!r} does not follow {names}, which a tuning may change",
+                facts={"allowed": f"its own grid ({', '.join(self._contract.grid)}), or a function of the values"},
+                hint=f"{name}[lambda meta: (… meta[{self._contract.tuned[0]!r}] …,)](…), or leave the grid out",
+            )
         prepared = self._prepared = self._prepared or _Prepared(self._contract)
         sizes = prepared.sizes(name, self._contract.constants | values, grid)
         if 0 in sizes[:3]:

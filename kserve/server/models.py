@@ -15,6 +15,7 @@ from kserve.server.reading import (
     LONGEST_WAIT_S,
     MOST_FILES,
     MOST_KERNELS,
+    MOST_KNOBS,
     MOST_STAMPS,
 )
 
@@ -55,6 +56,24 @@ class AliasModel(_Model):
 
     request: Digest
     stamps: dict[Text, Annotated[list[int], Field(max_length=4)]] = Field(max_length=MOST_STAMPS)
+    variables: dict[Text, Annotated[list[Text], Field(max_length=MOST_KNOBS)]] = Field(default={}, max_length=MOST_KNOBS)
+
+
+class DeviceModel(_Model):
+    """What a kernel will run on: the driver's name for it, multiprocessors, L2 cache, MIG profile."""
+
+    name: Text
+    sm_count: int
+    l2_bytes: int
+    mig: Text
+
+
+class KnobsModel(_Model):
+    """Values of knobs that the caller chose, the bucket of its sizes, its device: by the last two a tuning is found."""
+
+    values: dict[Text, int] = Field(default={}, max_length=MOST_KNOBS)
+    sizes: dict[Text, int] = Field(default={}, max_length=MOST_KNOBS)
+    device: DeviceModel | None = None
 
 
 class KernelModel(_Model):
@@ -67,6 +86,8 @@ class KernelModel(_Model):
     environment: EnvironmentModel
     build: bool = True
     alias: AliasModel | None = None
+    knobs: KnobsModel | None = None
+    generic: bool = True
 
 
 class ResolveModel(_Model):
