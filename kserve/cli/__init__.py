@@ -1,4 +1,4 @@
-"""The command `kserve`: up, down, status, build, kernels, lock, cache."""
+"""The command `kserve`: up, down, status, build, kernels, tune, lock, cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import kserve
 from kserve import protocol
 from kserve.catalog import every_entry, overridable
-from kserve.cli import cache, lock, report
+from kserve.cli import cache, lock, report, tune
 from kserve.cli.show import fields, say, table
 from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add_wish(build, required=True)
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
+    tune.add_command(_command(commands, "tune", tune.run, "find the best values of a kernel's knobs on this device"))
     lock.add_command(_command(commands, "lock", lock.run, "write or check the file that says which bytes a kernel is"))
     _command(commands, "report", report.every, "what kernels cost the processes that use this store")
     why_cold = _command(commands, "why-cold", report.one, "where one process lost its time, kernel by kernel")
