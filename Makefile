@@ -42,7 +42,7 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/coldstart.py
+	$(BIN)/python benchmarks/run.py
 
 size:
 	@git ls-files 'kserve/*.py' | xargs wc -l | sort -n

@@ -12,8 +12,9 @@ processes that live for 2 to 20 s, with a new session for one call in five, and 
 
 What fails the run:
     wrong bytes     a payload that is not its digest, two digests for one key, another kernel than the one asked for
-    lost entries    an artifact that was answered and is not in the store at the end, although since that answer it was neither
-                    evicted or pruned (the daemon's log has each key) nor damaged by us. Two seconds of doubt are left out.
+    lost entries    an artifact that was answered and is not in the store at the end, although since that answer it was not
+                    evicted or pruned (the daemon's log has each key), and since its last build not damaged by us: an answer
+                    from an alias never looks at the manifest. Two seconds of doubt are left out.
     stuck waiters   a call that took longer than its build and 10 s, counted from the last kill of a daemon or a worker that
                     fell into it: after one the wait begins anew
     errors          in `steady` any; in `churn` any but those of a killed worker or of daemons killed again and again
@@ -246,8 +247,10 @@ class Side:
         return bool(found) and self._damage(self.chance.choice(found), self.chance.choice(found), ways=3)
 
     def _damage(self, path: Path, other: Path, *, ways: int = 4) -> bool:
+        way = self.chance.randrange(ways)
+        self.touched[path.stem] = time.time()  # before too: what fails halfway has done half
         with contextlib.suppress(OSError):
-            match self.chance.randrange(ways):
+            match way:
                 case 0:
                     content = bytearray(path.read_bytes())
                     content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
@@ -258,6 +261,7 @@ class Side:
                     path.unlink()
                 case 3:
                     one, two = path.read_bytes(), other.read_bytes()
+                    self.touched[other.stem] = time.time()
                     overwrite(path, two)
                     overwrite(other, one)
                     self.touched[other.stem] = time.time()
@@ -315,13 +319,16 @@ class Side:
         errors = collections.Counter(answer["error"] for answer in answers if "error" in answer)
         digests: dict[str, set[str]] = collections.defaultdict(set)
         acknowledged: dict[str, float] = {}
+        built: dict[str, float] = {}
         for answer in good:
             for key, digest in answer["digests"].items():
                 digests[key].add(digest)
                 acknowledged[key] = max(answer["at"], acknowledged.get(key, 0.0))
+                if answer["origin"] in ("built", "joined"):
+                    built[key] = max(answer["at"], built.get(key, 0.0))
         slow = [answer for answer in answers if self.waited(answer) > answer.get("build", 0.0) + STUCK_S]
         first, second = (self.ask("POST", "/v1/verify") for _ in range(2))
-        checked, lost = self.lost(acknowledged, digests)
+        checked, lost = self.lost(acknowledged, built, digests)
         tolerated = EXPECTED if self.kills else set()
         return {
             "n_calls": len(answers),
@@ -338,6 +345,7 @@ class Side:
             ),
             "n_keys": len(digests),
             "n_acknowledged_checked": checked,
+            "lost": lost,
             "damage_found_at_the_end": len(first["damaged"]) if first else None,
             "n_tracebacks": self.tracebacks(),
             "failures": {
@@ -355,22 +363,25 @@ class Side:
         began = answer["at"] - answer["seconds"]
         return answer["at"] - max([began, *(at for at in self._kills if began <= at <= answer["at"])])
 
-    def lost(self, acknowledged: dict[str, float], digests: dict[str, set[str]]) -> tuple[int, list[str]]:
-        """How many artifacts must be there, and which of them are not."""
+    def lost(
+        self, acknowledged: dict[str, float], built: dict[str, float], digests: dict[str, set[str]]
+    ) -> tuple[int, list[str]]:
+        """How many artifacts must be there, and what is missing of the others."""
         from kserve.errors import StoreError
         from kserve.store.files import FileStore
 
         store, removed = FileStore(self.store, writable=False), self.removals()
         checked, lost = 0, []
         for key, at in acknowledged.items():
-            hands = [self.touched.get(name, 0.0) for name in (key, *digests[key])]
-            if at < max(removed.get(key, 0.0), *hands) + DOUBT_S:
+            hands = max(self.touched.get(name, 0.0) for name in (key, *digests[key]))
+            if at < removed.get(key, 0.0) + DOUBT_S or built.get(key, 0.0) < hands + DOUBT_S:
                 continue
             checked += 1
-            with contextlib.suppress(StoreError):
-                if store.get(f"manifest/{key}") and all(store.get(f"payload/{digest}") for digest in digests[key]):
-                    continue
-            lost.append(key)
+            for name in (f"manifest/{key}", *(f"payload/{digest}" for digest in digests[key])):
+                with contextlib.suppress(StoreError):
+                    if store.get(name):
+                        continue
+                lost.append(f"{name} of {key}, answered at {at:.2f}")
         return checked, lost
 
     def unexplained(self, orphaned: list[str]) -> list[str]:

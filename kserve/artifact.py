@@ -17,6 +17,8 @@ from kserve.spec import is_plain_name
 MANIFEST_SCHEMA = 1
 # The two variants of one kernel: compiled for the declared facts about its arguments, and for none.
 DECLARED, GENERIC = "declared", "generic"
+# Builds for tools that show sources or check accesses; their bytes name files of the machine they were built on.
+DEBUGS = ("lineinfo", "device", "sanitize")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -97,6 +99,11 @@ class Manifest(NamedTuple):
     seconds: float
     created_at: float
     reason: str = ""
+
+    @property
+    def debug(self) -> str:
+        """Which debug variant it is; empty for none."""
+        return self.components.get("debug", "")
 
     def to_json(self) -> dict[str, Any]:
         whole = {"components": dict(self.components), "attachments": dict(self.attachments)}

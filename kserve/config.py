@@ -336,6 +336,11 @@ def worker_environment(python_path: list[str], scratch: Path) -> dict[str, str]:
     }
 
 
+def environment_with(**more: str) -> dict[str, str]:
+    """This process's environment and these variables, for a program that a person runs through it."""
+    return {**os.environ, **more}
+
+
 def enter_scratch(scratch: Path) -> None:
     """Make this process keep its temporary files and the compilers' own caches under `scratch`."""
     import tempfile

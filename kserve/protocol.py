@@ -67,7 +67,7 @@ def kernel_request(
     environment: Mapping[str, Any],
     build: bool = True,
     alias: Mapping[str, Any] | None = None,
-    knobs: Mapping[str, Any] | None = None,
+    debug: str = "",
 ) -> dict[str, Any]:
     """One wanted kernel.
 
@@ -77,8 +77,9 @@ def kernel_request(
         environment: interpreter, PYTHONPATH and imported versions of the caller (`config.environment_of_process`).
         build:       False makes a miss an error.
         alias:       `request`, `stamps` and `variables` of the caller, so that the next one needs no daemon; None for none.
-        knobs:       `values` that the caller chose, the bucket of its `sizes`, its `device`; None where nothing depends on it.
-    Returns: the request, for both variants; with `generic` False added, for the one with the declared facts.
+        debug:       which debug variant; empty for none.
+    Returns: the request, to which two fields may be added. `knobs` has the `values` that the caller chose, the bucket of its
+        `sizes` and its `device`; `generic`, when False, leaves out the variant without argument facts.
     """
     plain = {axis: value if isinstance(value, bool | int | str) else str(value) for axis, value in spec.items()}
     return {
@@ -89,7 +90,7 @@ def kernel_request(
         "environment": dict(environment),
         "build": build,
         "alias": alias,
-        "knobs": knobs,
+        **({"debug": debug} if debug else {}),
     }
 
 

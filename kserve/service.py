@@ -34,10 +34,11 @@ from kserve.ownership import identities
 from kserve.protocol import Pending, Resolved
 from kserve.store.artifacts import Artifacts
 from kserve.store.collect import Bounds
+from kserve.store.debug_sources import DebugSources
 from kserve.store.files import FileStore
 from kserve.store.layers import Layers
 from kserve.store.upkeep import Upkeep
-from kserve.toolchain.base import Built
+from kserve.toolchain.base import Built, without_times
 
 logger = logging.getLogger("kserve")
 # A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
@@ -60,8 +61,11 @@ class KernelService:
         self.pool = Pool(settings, self.scratch)
         bounds = Bounds(settings.max_bytes, settings.max_files)
         locked = read_lock(settings.lock).keys if settings.lock and settings.lock.is_file() else frozenset()
+        self.debug_sources = DebugSources(store)
+        self.debug_sources.sweep()
         self.upkeep = Upkeep(store, bounds, in_use=lambda: (*self.leases.running, *locked))
         layers = Layers(settings.layers, uids=identities(settings.trusted_uids))
+        self.upkeep.on_evicted(self.debug_sources.remove)
         self.artifacts = Artifacts(self.upkeep, layers)
         self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
@@ -123,6 +127,9 @@ class KernelService:
         manifest = self.artifacts.manifest(plan.key)
         if manifest is None or not self._is_of(plan, manifest) or not self.artifacts.is_sound(manifest):
             return None
+        if plan.job.debug and not self.debug_sources.holds(plan.key, plan.files):
+            self.artifacts.reasons.lose(plan.key, "its sources were removed")
+            return None
         self.counters["hits"] += 1
         self.upkeep.touch(plan.key)
         origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
@@ -159,7 +166,8 @@ class KernelService:
 
     async def _build(self, lease: Lease, plan: Plan, environment: Environment, files: dict[str, bytes]) -> Manifest:
         """Stage, compile, publish."""
-        staging = self.scratch.stage(files)
+        sources = self.debug_sources.write(plan.key, files) if plan.job.debug else None
+        staging = self.scratch.stage(files, sources=sources)
         files.clear()  # they lie in the staging directory now, for as long as the build waits its turn
         lease.log = staging.log
         try:
@@ -184,6 +192,8 @@ class KernelService:
             log = staging.log()
             lease.log = lambda: log
             staging.remove()
+            if sources is not None and self.artifacts.manifest(plan.key) is None:
+                self.debug_sources.remove(plan.key)
 
     async def _refuse_full_disk(self, plan: Plan) -> None:
         """A compiler that cannot write its result dies without a word. Raises: StoreError when the disk is why."""
@@ -203,7 +213,7 @@ class KernelService:
         contract = contract_of(plan, built)
         payload = staging.output("payload")
         attachments = {kind: staging.output(kind) for kind in built.attachments}
-        attachments["log"] = staging.log().encode()
+        attachments["log"] = without_times(staging.log()).encode()
         manifest = Manifest(
             key=plan.key,
             digest=digest_of(payload),

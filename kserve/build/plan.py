@@ -43,6 +43,16 @@ class Choice(NamedTuple):
 NO_CHOICE = Choice({})
 
 
+class Debug(NamedTuple):
+    """A debug variant: which one, and the folder in which its sources stay, each key's in a folder of its own.
+
+    The binary names them there, so the folder is part of the key: equal keys give equal bytes.
+    """
+
+    kind: str
+    root: str
+
+
 class Plan(NamedTuple):
     """One build, planned.
 
@@ -76,6 +86,7 @@ def plan_builds(
     fingerprint: Fingerprint,
     files: Mapping[str, str],
     choice: Choice = NO_CHOICE,
+    debug: Debug | None = None,
 ) -> list[Plan]:
     """The builds one request needs: with the declared facts and, where they say anything, with none.
 
@@ -99,10 +110,11 @@ def plan_builds(
             function=_function(entry, values),
             arguments=arguments,
             options={name: _option(option, values) for name, option in definition.options.items()},
+            debug=debug.kind if debug else "",
         )
         components = _components(entry, job, spec=full, knobs=knobs, fingerprint=fingerprint, sources=sources)
-        if tuned:
-            components["launch.tuned"] = canonical_json(tuned)
+        components |= {"launch.tuned": canonical_json(tuned)} if tuned else {}
+        components |= {"debug": debug.kind, "debug.sources": debug.root} if debug else {}
         key = build_key(components)
         plans.append(Plan(key, components, entry.name, exact, full, knobs, tuned, variant, job, entry, sources, choice))
     return plans[:1] if plans[0].components == plans[-1].components else plans  # facts that always hold are none
@@ -165,6 +177,7 @@ def job_of(components: Mapping[str, str]) -> tuple[Job, dict[str, str]]:
         function=components["function"],
         arguments=tuple(JobArgument(**{field: found[field] for field in JobArgument._fields}) for found in arguments),
         options={name: json.loads(text) for name, text in part("option.").items()},
+        debug=components.get("debug", ""),
     )
     return job, part("source.")
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kserve.alias import Alias, Signpost, Stamps, answer_digest
 from kserve.artifact import Manifest, compact
 from kserve.build.fingerprints import Fingerprints
-from kserve.build.plan import Plan, plan_builds
+from kserve.build.plan import Debug, Plan, plan_builds
 from kserve.build.pool import Environment
 from kserve.build.tuned import NO_WISH, KnobWish, Tunings, base_of
 from kserve.definition import KernelDef
@@ -35,6 +35,7 @@ class KernelRequest(NamedTuple):
     Fields:
         build:   False makes a miss an error.
         generic: False leaves out the variant without argument facts.
+        debug:   which debug variant; empty for none.
     """
 
     name: str
@@ -46,6 +47,7 @@ class KernelRequest(NamedTuple):
     alias: AliasWish | None = None
     knobs: KnobWish = NO_WISH
     generic: bool = True
+    debug: str = ""
 
 
 class MissingSources(NamedTuple):
@@ -82,10 +84,12 @@ class Planner:
         made_of: Any = {"spec": request.spec, "target": target, "fingerprint": fingerprint, "files": request.files}
         base = base_of(definition, entry, **made_of) if entry.knobs else ""
         choice = self.tunings.choose(definition, entry, spec=request.spec, wish=request.knobs, base=base)
-        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), canonical_json([request.spec, choice]))
+        values = canonical_json([request.spec, choice, request.debug])
+        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), values)
         plans = self._plans.get(wish)
         if plans is None:
-            plans = plan_builds(definition, entry, **made_of, choice=choice)
+            debug = Debug(request.debug, self._artifacts.files.debug_root) if request.debug else None
+            plans = plan_builds(definition, entry, **made_of, choice=choice, debug=debug)
             remember(self._plans, wish, plans)
         return plans if request.generic else plans[:1]
 
@@ -112,7 +116,7 @@ class Planner:
     async def keep_alias(self, request: KernelRequest, plan: Plan, variants: list[Manifest]) -> None:
         """Keep the answer for the next client, which then needs no daemon."""
         definition = self.definition(request)
-        if request.alias is None or definition is None or not request.generic:
+        if request.alias is None or definition is None or request.debug or not request.generic:
             return
         found = await self._fingerprints.of(definition.language, request.environment)
         toolchain = canonical_json(found.stamps).encode()

@@ -114,6 +114,8 @@ class _Comparison:
     async def _digest(self, manifest: Manifest) -> str:
         """The digest of the payload as it is built now."""
         job, files = _job(manifest)
+        if job.debug:
+            raise _SkippedError("it is a debug variant: its bytes name the place it was built in")
         environment = await self._environment(manifest)
         staging = Staging(self._scratch, {name: self._content(name, digest) for name, digest in files.items()})
         try:

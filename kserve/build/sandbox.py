@@ -71,6 +71,8 @@ class World:
     def enter(self, own: Path) -> bool:
         """Restrict this process and what it starts, for life: read and run what lies in the world, read and write in `own`.
 
+        What `own`/src is a link to may be read.
+
         TCP, signals to other processes and abstract sockets are refused too, by kernels that can.
 
         Returns: False when the kernel cannot, or refuses: nothing is restricted then, and standard output says why.
@@ -90,7 +92,8 @@ class World:
         size = 24 if self._version >= 6 else 16 if self._version >= 4 else 8
         ruleset = _call(_CREATE_RULESET, attributes, size)
         try:
-            for rule in (*self._rules, self._rule(str(own), _OWN)):
+            sources = self._rule(f"{own}/src", _READ)
+            for rule in (*self._rules, self._rule(str(own), _OWN), *([sources] if sources else ())):
                 _call(_ADD_RULE, ruleset, _PATH_BENEATH, rule)
             if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
                 raise _error()

@@ -1,6 +1,7 @@
 """Where builds work: the private directory of one build, and the disk it lies on.
 
-src/      the declared files, under their relative names, and nothing else: the compiler's current directory
+src/      the declared files, under their relative names, and nothing else: the compiler's current directory. For a debug
+          variant a link to where they stay
 out/      what the build gives: payload, result.json, one file an attachment
 scratch/  HOME, TMPDIR and the compilers' own caches
 log.txt   everything the compiler printed
@@ -34,15 +35,21 @@ _Made = TypeVar("_Made")
 class Staging:
     """A staging directory, 0700 and with a name nobody can guess.
 
+    Args:
+        sources: the folder that holds the files already, where they stay after the build.
     Raises: StoreError when it cannot be made or filled.
     """
 
-    def __init__(self, parent: Path, files: Mapping[str, bytes]) -> None:
+    def __init__(self, parent: Path, files: Mapping[str, bytes], *, sources: Path | None = None) -> None:
         self.root = parent
         try:
             self.root = Path(tempfile.mkdtemp(prefix="job-", dir=parent))
-            for folder in ("src", "out", "scratch"):
+            for folder in ("out", "scratch"):
                 (self.root / folder).mkdir(mode=0o700)
+            if sources is not None:
+                (self.root / "src").symlink_to(sources)
+                return
+            (self.root / "src").mkdir(mode=0o700)
             for name, content in files.items():
                 path = self.root / "src" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,9 +108,9 @@ class Scratch:
             return f"the disk of {self.home} is full: {free} bytes and {n_free} files are left"
         return "" if os.access(self.home, os.W_OK | os.X_OK) else f"{self.home} cannot be written to"
 
-    def stage(self, files: Mapping[str, bytes]) -> Staging:
+    def stage(self, files: Mapping[str, bytes], *, sources: Path | None = None) -> Staging:
         """A staging directory. Raises: StoreError when it cannot be made in either place."""
-        return self._made(lambda parent: Staging(parent, files))
+        return self._made(lambda parent: Staging(parent, files, sources=sources))
 
     def directory(self, name: str) -> Path:
         """A private directory of that name. Raises: StoreError, ForeignPeer."""

@@ -1,4 +1,4 @@
-"""The command `kserve`: up, down, status, build, kernels, tune, lock, cache."""
+"""The command `kserve`: up, down, status, build, kernels, tune, ncu, sanitize, lock, profile, cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import kserve
 from kserve import protocol
+from kserve.artifact import DEBUGS
 from kserve.catalog import every_entry, overridable
-from kserve.cli import cache, lock, report, tune
+from kserve.cli import cache, lock, profile, report, tools, tune
 from kserve.cli.show import fields, say, table
 from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
@@ -29,7 +30,8 @@ _DOWN_TIMEOUT_S = 10.0
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; its exit status (the table is in `errors.py`)."""
-    arguments = _parser().parse_args(argv)
+    own, tool_options = tools.split_options(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(own, argparse.Namespace(tool_options=tool_options))
     try:
         return int(arguments.run(arguments) or 0)
     except KserveError as error:
@@ -61,13 +63,19 @@ def _parser() -> argparse.ArgumentParser:
 
     build = _command(commands, "build", _build, "build a kernel, or find it in the store")
     add_wish(build, required=True)
+    build.add_argument("--debug", choices=DEBUGS, default="", help="a variant for tools that show sources or check accesses")
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
     tune.add_command(_command(commands, "tune", tune.run, "find the best values of a kernel's knobs on this device"))
+    ncu = _command(commands, "ncu", tools.profile, "profile one launch of a kernel with ncu", json_flag=False)
+    text = "check one launch of a kernel with compute-sanitizer"
+    tools.add_commands(ncu, _command(commands, "sanitize", tools.sanitize, text, json_flag=False))
+
     lock.add_command(_command(commands, "lock", lock.run, "write or check the file that says which bytes a kernel is"))
     _command(commands, "report", report.every, "what kernels cost the processes that use this store")
     why_cold = _command(commands, "why-cold", report.one, "where one process lost its time, kernel by kernel")
     why_cold.add_argument("pid", type=int, help="of a process that lives and has loaded a kernel")
+    profile.add_command(_command(commands, "profile", profile.run, "where a step of a model spends its time"))
     cache.add_commands(_command(commands, "cache", None, "look into the store", json_flag=False), _command)
     return parser
 
@@ -200,14 +208,17 @@ def _strays(known: set[str]) -> list[str]:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    kernels = resolve(wishes(arguments, load_settings()), timeout_s=arguments.timeout, load=False)
+    kernels = resolve(wishes(arguments, load_settings(), debug=arguments.debug), timeout_s=arguments.timeout, load=False)
     plain = [describe(kernel) for kernel in kernels]
     rows = [
         [k["name"], k["target"], k["origin"], f"{k['seconds']:.3f} s", f"{k['size_bytes']} B", k["key"][:12], k["digest"][:12]]
         for k in plain
     ]
     head = ["NAME", "TARGET", "ORIGIN", "TIME", "SIZE", "KEY", "DIGEST"]
-    return _report(arguments, plain[0] if len(plain) == 1 else {"kernels": plain}, table(head, rows))
+    spilling = [k for k in plain if k["resources"].get("spill_bytes")]
+    spills = [f"{k['name']} for {k['target']} spills {k['resources']['spill_bytes']} bytes a thread" for k in spilling]
+    text = "\n".join([table(head, rows), *spills])
+    return _report(arguments, plain[0] if len(plain) == 1 else {"kernels": plain}, text)
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:
@@ -223,6 +234,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
         "resources": kernel.resources,
         "spec": kernel.manifest.spec,
         "knobs": kernel.knobs,
+        "debug": kernel.manifest.debug,
     }
     generic = kernel.generic
     found["generic"] = None if generic is None else {"key": generic.key, "digest": generic.digest}

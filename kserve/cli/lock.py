@@ -58,6 +58,8 @@ def _held(settings: Settings) -> list[Wanted]:
     """Every kernel of the store, as it was built."""
     found = {}
     for artifact in Connection(settings).call("GET", protocol.ARTIFACTS, start=True)["artifacts"]:
+        if artifact["debug"]:  # its bytes are for tools on this machine
+            continue
         axes = catalog.definition_of(catalog.find(artifact["name"], settings).folder).axes
         spec = {name: value for name, value in artifact["spec"].items() if name in axes}
         wish = Wanted(artifact["name"], artifact["target"], spec)
@@ -109,7 +111,7 @@ def _artifacts(kernel: Kernel) -> tuple[LockedArtifact, ...]:
 
 def _check(lock: Lock) -> None:
     """Raises: LockMismatch for the first entry that this node builds otherwise."""
-    wanted = [Wanted(one.name, one.target, dict(one.spec), one.knobs) for one in lock.kernels]
+    wanted = [Wanted(one.name, one.target, dict(one.spec), knobs=one.knobs) for one in lock.kernels]
     for locked, kernel in zip(lock.kernels, resolve(wanted, load=False, locked=False), strict=True):
         lock.check(locked, [(artifact.key, artifact.digest) for artifact in _artifacts(kernel)])
 

@@ -43,7 +43,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
         "--knob", action="append", default=[], metavar="NAME=N,…", help="values to try, in place of kernel.toml's"
     )
     parser.add_argument("--target", help="such as cuda:sm_90; left out, the current device's")
-    parser.add_argument("--inputs", metavar="FILE:FUNCTION", help="makes the launch arguments: (spec, sizes, device, seed)")
+    parser.add_argument("--inputs", metavar="FILE.py:FUNCTION", help="makes the launch arguments: (spec, device, **sizes)")
     parser.add_argument("--tolerance", type=float, help="of two right results, over the largest value; left out, the dtype's")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="how long to wait for the builds")
     parser.add_argument("--dry-run", action="store_true", help="list the configurations; build and time nothing")
@@ -72,11 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     before = _stored(settings, base, device, wish.bucket)
     if arguments.forget:
         return _forget(arguments, settings, before)
-    inputs = inputs_of(wish.wanted.name, arguments.inputs) if device else None
     if device is None or not built:
         return _show(arguments, wish, Swept(rows), device=None, n_bytes=None)
-    if inputs is None:
-        raise RequestError(f"nothing here makes arguments for {wish.wanted.name}", hint="--inputs FILE:FUNCTION")
+    inputs = inputs_of(wish.wanted.name, arguments.inputs)
     swept = _swept(arguments, wish, rows, built, before=before, inputs=inputs)
     if swept.winner is not None and swept.n_timed:
         _keep(settings, wish, swept, device=device, answer=built[swept.winner.label])

@@ -19,13 +19,13 @@ def add_wish(parser: argparse.ArgumentParser, *, required: bool) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="a value for an axis; may be repeated")
 
 
-def wishes(arguments: argparse.Namespace, settings: Settings) -> list[Wanted]:
+def wishes(arguments: argparse.Namespace, settings: Settings, *, debug: str = "") -> list[Wanted]:
     """One wish a target, its values of the axes' own types: the same request as from Python.
 
     Raises: RequestError for an assignment that is none, UnknownKernel, InvalidSpec.
     """
     spec = spec_of(arguments, catalog.definition_of(catalog.find(arguments.name, settings).folder))
-    return [Wanted(arguments.name, target, spec) for target in arguments.target]
+    return [Wanted(arguments.name, target, spec, debug) for target in arguments.target]
 
 
 def spec_of(arguments: argparse.Namespace, definition: KernelDef) -> dict[str, Any]:

@@ -25,6 +25,7 @@ def get_kernel(
     target: str | None = None,
     sizes: Mapping[str, int] | None = None,
     timeout_s: float | None = None,
+    debug: str | None = None,
     **spec: Any,
 ) -> Kernel:
     """The kernel of that name for that spec, ready to launch.
@@ -34,6 +35,8 @@ def get_kernel(
         target:    such as `cuda:sm_90`; left out, the current device's.
         sizes:     integer arguments and about what they will be, such as {"rows": 10_000}: picks the tuning for that bucket.
         timeout_s: how long to wait for a build; the build itself goes on.
+        debug:     a variant for tools: `lineinfo`, `device` (no optimisation) or `sanitize`; its bytes name source files of
+                   this machine.
         spec:      a value for each axis without a default.
     Returns:
         A Kernel. Nothing is compiled, read or sent when this process asked for the same before.
@@ -42,7 +45,7 @@ def get_kernel(
         LoadError: the driver.
     """
     try:
-        place: Any = (name, target or driver().current_device(), *spec.items())
+        place: Any = (name, debug, target or driver().current_device(), *spec.items())
         if sizes:
             place = (*place, tuple(_bucket(sizes).items()))
         found = _memo.get(place)
@@ -51,7 +54,7 @@ def get_kernel(
             return found[0]
     except (TypeError, LoadError):  # an unhashable value, or no driver: the long road names it
         place = None
-    kernel = _resolve([(name, spec)], target, timeout_s, sizes)[0]
+    kernel = _resolve([(name, spec)], target, timeout_s, debug=debug, sizes=sizes)[0]
     if place is not None:
         _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
     return kernel
@@ -70,7 +73,7 @@ def get_kernels(
     kernels = _resolve(wanted, target, timeout_s)
     for (name, spec), kernel in zip(wanted, kernels, strict=True):
         try:
-            place = (name, target or driver().current_device(), *spec.items())
+            place = (name, None, target or driver().current_device(), *spec.items())
             _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
         except (TypeError, LoadError):
             continue
@@ -87,6 +90,8 @@ def _resolve(
     wanted: list[tuple[str, dict[str, Any]]],
     target: str | None,
     timeout_s: float | None,
+    *,
+    debug: str | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> list[Kernel]:
     from kserve.client.direct import Wanted, resolve
@@ -106,7 +111,7 @@ def _resolve(
             ) from None
         target = str(found.target_of(found.current_device()))
     bucket = _bucket(sizes) if sizes else {}
-    return resolve([Wanted(name, target, spec, sizes=bucket) for name, spec in wanted], timeout_s=timeout_s)
+    return resolve([Wanted(name, target, spec, debug or "", sizes=bucket) for name, spec in wanted], timeout_s=timeout_s)
 
 
 def forget() -> None:

@@ -11,6 +11,7 @@ from kserve.errors import LoadError
 from kserve.target import parse_target
 
 if TYPE_CHECKING:
+    from kserve.client.direct import Wanted
     from kserve.tuning import Device
 
 
@@ -27,16 +28,27 @@ def named_values(
     return {knob: override.value for knob, override in found.items()}, by
 
 
-def tuned_values(signpost: Signpost, target: str, sizes: Mapping[str, int], read: Callable[[str], bytes | None]) -> Any:
-    """The values of the tuning for the current device and these sizes; empty for none, None where it is damaged."""
+def values_at(
+    signpost: Signpost, wish: Wanted, environment: Mapping[str, str], read: Callable[[str], bytes | None]
+) -> tuple[dict[str, int] | None, str]:
+    """The values chosen for knobs, none where all have their defaults, and by whom; None, and why that is left to the daemon.
+
+    Args:
+        read: gives a record of the stores.
+    """
     from kserve.tuning import candidates, tuning_from_bytes
 
-    for name in candidates(signpost.base, device_for(target), sizes):
+    values, by = named_values(wish.knobs, signpost.variables, environment)
+    if None in values.values() or not set(wish.sizes) <= set(signpost.sizes):
+        return None, "a knob or a size is not what it may be"
+    if values:
+        return values, by
+    for name in candidates(signpost.base, device_for(wish.target), wish.sizes):
         content = read(f"tuning/{name}")
         if content is not None:
             tuning = tuning_from_bytes(content)
-            return None if tuning is None else tuning.knobs
-    return {}
+            return (None, "its tuning is damaged") if tuning is None else (tuning.knobs, "tuned")
+    return {}, ""
 
 
 def device_for(target: str) -> Device | None:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kserve.alias import Alias, Signpost, alias_from_bytes, answer_digest, changed_since, is_as_it_was, request_digest
-from kserve.artifact import Artifact, Manifest, from_compact, manifest_from_bytes
+from kserve.alias import Alias, alias_from_bytes, answer_digest, changed_since, is_as_it_was, request_digest
+from kserve.artifact import DEBUGS, Artifact, Manifest, from_compact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.client.report import Call, Loaded, report
@@ -25,7 +25,7 @@ from kserve.config import (
     imported_version,
     load_settings,
 )
-from kserve.errors import CorruptArtifact, ForeignPeer, LoadError, StoreError
+from kserve.errors import CorruptArtifact, ForeignPeer, InvalidSpec, LoadError, LockMismatch, StoreError
 from kserve.ownership import identities, refuse_foreign
 from kserve.store.files import FileStore
 from kserve.target import parse_target
@@ -41,6 +41,7 @@ class Wanted(NamedTuple):
     """One wish: an entry's name, a target, a value for each axis.
 
     Fields:
+        debug: which debug variant; empty for none.
         knobs: values for knobs, of the tuner or a lock; they count more than any variable or tuning.
         sizes: the bucket a tuning is looked for in.
     """
@@ -48,6 +49,7 @@ class Wanted(NamedTuple):
     name: str
     target: str
     spec: dict[str, Any]
+    debug: str = ""
     knobs: Mapping[str, int] = {}
     sizes: Mapping[str, int] = {}
 
@@ -181,6 +183,8 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     began = time.monotonic()
     here = local()
     lock = here.lock if locked else None
+    for wish in wanted:
+        _check_debug(wish, lock)
     names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
     wanted = [_under(lock, names[position], wish, here) if lock else wish for position, wish in enumerate(wanted)]
     seen: dict[tuple[str, int], bool] = {}
@@ -213,6 +217,17 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     return kernels
 
 
+def _check_debug(wish: Wanted, lock: Lock | None) -> None:
+    """Raises: InvalidSpec for a debug variant that does not exist, LockMismatch for any under a lock."""
+    if wish.debug not in ("", *DEBUGS):
+        raise InvalidSpec(f"{wish.name}: debug cannot be {wish.debug!r}", facts={"allowed": ", ".join(DEBUGS)})
+    if wish.debug and lock:
+        raise LockMismatch(
+            f"{wish.name} with debug={wish.debug} is refused: {lock.path} is in force, and a lock names no debug variants",
+            hint="unset KSERVE_LOCK for this process",
+        )
+
+
 def _line(kernel: Kernel, why: str, chosen_by: str) -> Loaded:
     manifest = kernel.manifest
     values = " ".join(f"{name}={value}" for name, value in kernel.knobs.items())
@@ -236,6 +251,8 @@ class _Doubt(Exception):
 def _named(here: Local, locked: Locked) -> list[Artifact]:
     """What the lock names. Raises: _Doubt where not all of it is in the store."""
     found = [_artifact(here, part.key) for part in locked.artifacts]
+    if any(one.manifest.debug for one in found):
+        raise LockMismatch(f"{locked.name} for {locked.target} is a debug variant: a lock cannot name one")
     if [one.manifest.digest for one in found] != [part.digest for part in locked.artifacts]:
         raise _Doubt("the store has other bytes than the lock names")
     return found
@@ -243,29 +260,20 @@ def _named(here: Local, locked: Locked) -> list[Artifact]:
 
 def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> tuple[list[Artifact], str]:
     """What the wish's alias names, and who chose the values of its knobs. Raises: _Doubt."""
+    if wish.debug:
+        raise _Doubt("it is a debug variant, which the daemon alone serves")
     if not here.stores:
         raise _Doubt("there is no store yet that this process can trust")
     request, chosen_by = here.request_digest(wish), ""
     alias = _alias(here, request, seen)
     if alias.signpost is not None:
-        values, chosen_by = _values(here, wish, alias.signpost)
+        from kserve.client.choice import values_at
+
+        values, chosen_by = values_at(alias.signpost, wish, here.variables, here.read)
+        if values is None:
+            raise _Doubt(chosen_by)
         alias = _alias(here, answer_digest(request, values), seen)
     return [_held(here, found) for found in alias.variants], chosen_by
-
-
-def _values(here: Local, wish: Wanted, signpost: Signpost) -> tuple[dict[str, int], str]:
-    """The values chosen for knobs, and by whom; none where all have their defaults. Raises: _Doubt."""
-    from kserve.client.choice import named_values, tuned_values
-
-    values, by = named_values(wish.knobs, signpost.variables, here.variables)
-    if None in values.values() or not set(wish.sizes) <= set(signpost.sizes):
-        raise _Doubt("a knob or a size is not what it may be")
-    if values:
-        return values, by
-    tuned = tuned_values(signpost, wish.target, wish.sizes, here.read)
-    if tuned is None:
-        raise _Doubt("its tuning is damaged")
-    return tuned, "tuned" if tuned else ""
 
 
 def _alias(here: Local, name: str, seen: dict[tuple[str, int], bool]) -> Alias:

@@ -32,7 +32,8 @@ class Kernel:
     handle or a torch or CuPy stream, where the arguments' own library should not decide.
 
     Attributes:
-        key, digest, target, resources: of the variant for the declared argument facts.
+        key, digest, target, resources: of the variant for the declared argument facts. Resources are `artifact.Manifest`'s
+            and, where the launch alone decides nothing of it, `blocks_per_sm` and `occupancy_percent` (occupancy.py).
         origin:  memo, disk, remote, built or joined.
         generic: the manifest of the variant without facts; None where the kernel declares no facts.
         knobs:   the values of its knobs.
@@ -78,7 +79,12 @@ class Kernel:
 
     @property
     def resources(self) -> dict[str, int]:
-        return dict(self.manifest.resources)
+        from kserve.occupancy import Occupancy, occupancy_of
+
+        found = occupancy_of(self.manifest)
+        if not isinstance(found, Occupancy) or found.depends_on:
+            return dict(self.manifest.resources)
+        return {**self.manifest.resources, "blocks_per_sm": found.blocks_per_sm, "occupancy_percent": found.percent}
 
     @property
     def knobs(self) -> dict[str, int]:

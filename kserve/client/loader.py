@@ -109,6 +109,10 @@ class Driver:
         profile = name.partition(" MIG ")[2]
         return Device(name, self._attribute(device, _SM_COUNT), self._attribute(device, _L2_BYTES), profile)
 
+    def synchronize(self) -> None:
+        """Wait for all that the current context was given. Raises: LoadError for what went wrong in it."""
+        self.check(self.slow.cuCtxSynchronize(), "finish what was launched")
+
     def shared_bytes_limit(self, device: int) -> int:
         return self._attribute(device, _SHARED_OPTIN)
 

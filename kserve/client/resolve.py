@@ -228,10 +228,11 @@ def _request(here: _Session, asked: _Asked, *, is_one: bool) -> dict[str, Any]:
         target=wish.target,
         environment=environment_of_process(),
         build=not here.settings.no_build,
-        alias=alias if asked.stamps and is_one else None,
-        knobs={"values": values, "sizes": dict(wish.sizes), "device": device and device._asdict()} if entry.variables else None,
+        alias=alias if asked.stamps and is_one and not wish.debug else None,  # a debug variant the daemon alone serves
+        debug=wish.debug,
     )
-    return request if is_one else {**request, "generic": False}
+    knobs = {"values": dict(values), "sizes": dict(wish.sizes), "device": device and device._asdict()}
+    return {**request, **({"knobs": knobs} if entry.variables else {}), **({} if is_one else {"generic": False})}
 
 
 class _Found(NamedTuple):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kserve.artifact import Artifact
-from kserve.errors import LoadError, RequestError
+from kserve.errors import LoadError
+from kserve.measure.device import instrument_for
+from kserve.measure.launch_once import maker_of, place_of
 from kserve.measure.sweep import Bench, written_of
+from kserve.measure.workloads import example
 
 _COPIED_BYTES = 1 << 30
 _SEED = 0
@@ -32,25 +32,17 @@ class Inputs(NamedTuple):
     n_bytes: Callable[..., int] | None = None
 
 
-def inputs_of(kernel: str, place: str | None) -> Inputs | None:
-    """The inputs in FILE:NAME, a function or an `Inputs`; else those of the built-in op behind the kernel; None for none.
+def inputs_of(kernel: str, inputs: str | None) -> Inputs:
+    """The inputs of FILE.py:FUNCTION, called with the spec, the device and every size by its name; else of the kernel's op.
 
-    Raises: RequestError for a file or a name that is not there.
+    Raises: RequestError for no inputs, or a file or function that is not there.
     """
-    if place is None:
-        found = import_module("kserve.measure.workloads").example(kernel)
-        return None if found is None else Inputs(found.arguments, found.sizes, found.tolerance, found.n_bytes)
-    file, _, name = place.rpartition(":")
-    path = Path(file)
-    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
-    if spec is None or spec.loader is None:
-        raise RequestError(f"--inputs cannot be {place!r}", facts={"allowed": "FILE.py:FUNCTION"})
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    value = getattr(module, name, None)
-    if value is None:
-        raise RequestError(f"{file} has no {name!r}", facts={"allowed": "a function (spec, sizes, device, seed) -> arguments"})
-    return value if isinstance(value, Inputs) else Inputs(value)
+    place = place_of(kernel, inputs)
+    known = None if place else example(kernel)
+    if known is not None:
+        return Inputs(known.arguments, known.sizes, known.tolerance, known.n_bytes)
+    maker: Any = maker_of(kernel, place)
+    return Inputs(lambda spec, sizes, device, _seed: maker(dict(spec), device, **sizes))
 
 
 def bench_for(
@@ -62,7 +54,7 @@ def bench_for(
     if not torch.cuda.is_available():
         raise LoadError("torch sees no CUDA device: nothing can be timed")
     device = f"cuda:{torch.cuda.current_device()}"
-    instrument = import_module("kserve.measure.device").instrument_for(device)
+    instrument = instrument_for(device)
     with instrument.active():
         arguments = tuple(inputs.arguments(spec, {**inputs.sizes, **sizes}, device, _SEED))
     source, target = (torch.empty(_COPIED_BYTES, dtype=torch.int8, device=device) for _ in range(2))

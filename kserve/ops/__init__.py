@@ -9,6 +9,7 @@ torch: it serves CPU tensors and whatever the kernel is not made for.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 from kserve.errors import LaunchError
@@ -16,6 +17,7 @@ from kserve.errors import LaunchError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
     from typing import Any
 
     from kserve.ops.norm_residual import norm_residual as norm_residual
@@ -46,6 +48,13 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+def region(label: str) -> AbstractContextManager[Any]:
+    """A named region of torch's profiler, `<op>.<fwd|bwd>`: without one a compiled kernel belongs to nobody."""
+    from torch.autograd import profiler
+
+    return profiler.record_function(label) if profiler._is_profiler_enabled else nullcontext()  # noqa: SLF001 - torch's own flag
 
 
 def check_shape(name: str, tensor: Any, shape: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from kserve.client import get_kernel
 from kserve.errors import InvalidSpec, LaunchError, UnsupportedTarget
-from kserve.ops import check_device, check_dtype, check_shape
+from kserve.ops import check_device, check_dtype, check_shape, region
 
 WIDEST = 8192
 _MOST_ROWS = 2**31 - 1
@@ -56,12 +56,13 @@ def norm_residual(
     _check_tensors(x, residual, gamma, beta)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if reason_for_reference(x) is None:
-        try:
-            return _launch(x, residual, gamma, beta, eps=eps)
-        except UnsupportedTarget:
-            pass
-    return reference(x, residual, gamma, beta, eps=eps)
+    with region("norm_residual.fwd"):
+        if reason_for_reference(x) is None:
+            try:
+                return _launch(x, residual, gamma, beta, eps=eps)
+            except UnsupportedTarget:
+                pass
+        return reference(x, residual, gamma, beta, eps=eps)
 
 
 def reference(

@@ -9,7 +9,7 @@ import torch
 
 from kserve.client import get_kernel
 from kserve.errors import InvalidSpec, LaunchError, UnsupportedTarget
-from kserve.ops import check_device, check_dtype, check_shape
+from kserve.ops import check_device, check_dtype, check_shape, region
 
 MOST_ORDERS = 8
 MOST_POINTS = 256
@@ -70,14 +70,15 @@ def realspace(
     Raises:   InvalidSpec for an option; LaunchError for a tensor of the wrong shape, dtype or device; BuildError.
     """
     n_grid = _check(a_cos, a_sin, n_grid, activation=activation, basis=basis)
-    if reason_for_reference(a_cos, a_sin, n_grid, activation) is None:
-        constants = _standard_bases(a_cos.shape[2], n_grid, a_cos.device) if basis is None else basis
-        try:
-            served: tuple[torch.Tensor, torch.Tensor] = _RealSpace.apply(a_cos, a_sin, constants)
-            return served
-        except UnsupportedTarget:
-            pass
-    return reference(a_cos, a_sin, n_grid=n_grid, activation=activation, basis=basis)
+    with region("realspace.fwd"):
+        if reason_for_reference(a_cos, a_sin, n_grid, activation) is None:
+            constants = _standard_bases(a_cos.shape[2], n_grid, a_cos.device) if basis is None else basis
+            try:
+                served: tuple[torch.Tensor, torch.Tensor] = _RealSpace.apply(a_cos, a_sin, constants)
+                return served
+            except UnsupportedTarget:
+                pass
+        return reference(a_cos, a_sin, n_grid=n_grid, activation=activation, basis=basis)
 
 
 def reference(
@@ -168,7 +169,8 @@ class _RealSpace(torch.autograd.Function):  # type: ignore[misc]
                 hint="for force losses use kserve.ops.realspace.reference, which torch differentiates twice",
             )
         a_cos, a_sin = ctx.saved_tensors
-        da_cos, da_sin = _launch("realspace_bwd", (_dense(g_cos), _dense(g_sin), a_cos, a_sin), ctx.basis)
+        with region("realspace.bwd"):
+            da_cos, da_sin = _launch("realspace_bwd", (_dense(g_cos), _dense(g_sin), a_cos, a_sin), ctx.basis)
         return da_cos, da_sin, None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -85,6 +85,7 @@ class KernelModel(_Model):
     target: Text
     environment: EnvironmentModel
     build: bool = True
+    debug: Literal["", "lineinfo", "device", "sanitize"] = ""
     alias: AliasModel | None = None
     knobs: KnobsModel | None = None
     generic: bool = True

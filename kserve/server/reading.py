@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kserve.artifact import DEBUGS
 from kserve.build.planner import AliasWish, KernelRequest
 from kserve.build.pool import Environment
 from kserve.build.tuned import NO_WISH, KnobWish
@@ -63,7 +64,8 @@ def read_resolve(content: bytes, *, may_alias: bool) -> ResolveRequest:
 
 
 def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
-    fields = _Fields(place, plain, ("name", "files", "target", "environment"), ("spec", "build", "alias", "knobs", "generic"))
+    optional = ("spec", "build", "alias", "knobs", "generic", "debug")
+    fields = _Fields(place, plain, ("name", "files", "target", "environment"), optional)
     files = fields.table("files", MOST_FILES)
     for name, digest in files.items():
         if len(name) > LONGEST_NAME or not _FILE_NAME.search(name) or "\n" in name:
@@ -75,6 +77,9 @@ def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
         if not isinstance(value, bool | int | str) or len(str(value)) > LONGEST_TEXT:
             raise _refused(f"{place}.spec.{axis[:80]}", "a boolean, an integer or a text")
     alias = _alias(f"{place}.alias", fields.get("alias"))
+    debug = fields.get("debug", "")
+    if debug not in ("", *DEBUGS):
+        raise _refused(f"{place}.debug", f"nothing, or one of {', '.join(DEBUGS)}")
     return KernelRequest(
         name=fields.text("name"),
         files=files,
@@ -85,6 +90,7 @@ def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
         alias=alias if may_alias else None,
         knobs=_knobs(f"{place}.knobs", fields.get("knobs")),
         generic=fields.flag("generic", default=True),
+        debug=debug,
     )
 
 

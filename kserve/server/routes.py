@@ -151,15 +151,8 @@ def _listed(service: KernelService, name: str, target: str) -> list[dict[str, An
 
 def _summary(manifest: Manifest) -> dict[str, Any]:
     plain = manifest.to_json()
-    return {field: value for field, value in plain.items() if field not in ("components", "contract", "attachments")}
-
-
-@router.get(protocol.ARTIFACTS + "/{key}")
-async def one_artifact(key: KeyPrefix, service: Service) -> dict[str, Any]:
-    """One artifact by its key, or the beginning of it: manifest with key components and launch contract, log, PTX."""
-    manifest = find(service, key)
-    texts = {kind: service.artifacts.attachment(manifest, kind) for kind in sorted(manifest.attachments)}
-    return {"manifest": manifest.to_json(), "attachments": texts}
+    left_out = ("components", "contract", "attachments")
+    return {**{field: value for field, value in plain.items() if field not in left_out}, "debug": manifest.debug}
 
 
 @router.get(protocol.ARTIFACTS + "/{key}/payload", response_class=Response)

@@ -163,7 +163,7 @@ class Artifacts:
             try:
                 manifest = manifest_from_bytes(content, key=key)
             except CorruptArtifact as error:
-                self._put_aside(name, error)
+                self._put_aside(name, content, error)
                 continue
             shared = {intern(label): intern(text) for label, text in manifest.components.items()}
             manifest = manifest._replace(components=shared)  # most are equal in all artifacts of a kernel
@@ -171,11 +171,10 @@ class Artifacts:
             return manifest
         return None
 
-    def _put_aside(self, name: str, error: CorruptArtifact) -> None:
+    def _put_aside(self, name: str, content: bytes, error: CorruptArtifact) -> None:
         """A manifest is damaged: the store's own is moved away, a layer's is passed over."""
-        if self.files.stamp(name):
+        if self.files.stamp(name) and self.files.quarantine(name, was=content):
             logger.warning("quarantined record=%s error=%s", name, error.message)
-            self.files.quarantine(name)
             self.reasons.lose(name.partition("/")[2], "quarantined: manifest damaged")
 
     def is_sound(self, manifest: Manifest) -> bool:
@@ -210,7 +209,7 @@ class Artifacts:
         logger.warning("dropped key=%s error=payload %s is gone or damaged", manifest.key[:12], manifest.digest[:12])
         self.reasons.lose(manifest.key, "quarantined: digest mismatch")
         with contextlib.suppress(StoreError):  # it is a miss all the same
-            self.upkeep.drop(manifest.key)
+            self.upkeep.drop(manifest)
 
     def attachment(self, manifest: Manifest, kind: str) -> str | None:
         """The text of that kind, such as `ptx` or `log`."""

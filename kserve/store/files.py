@@ -9,6 +9,7 @@
     index/                        the daemon's memory of sizes and references (index.py)
     quarantine/                   damaged records, kept for a look
     tmp/                          unfinished writes and the workers' staging directories
+    debug/<key>/                  the sources of a debug variant, which its bytes name by their place here (debug_sources.py)
     lock                          pid of the daemon, which holds a lock on the directory for its life
     KSERVE_STORE                  says that this directory is a store
 
@@ -55,6 +56,7 @@ class FileStore:
         self.writable = writable
         self.n_quarantined = 0
         self.on_quarantine: Callable[[str], object] = str
+        self._swapping = _lock(writable=writable)  # held for the moment in which a name gets another file, or none
         self._is_set_up = False
         if writable:
             _refuse_network(root)
@@ -68,15 +70,19 @@ class FileStore:
 
     def _set_up(self) -> None:
         """Mark the directory as a store, make what belongs into it. Raises: OSError; ForeignPeer for what is not ours alone."""
-        marker = self.root / MARKER
+        # First of all: who finds anything else here without it refuses the directory.
+        with contextlib.suppress(FileExistsError), open(self.root / MARKER, "x", opener=_as_reader) as file:
+            file.write("This directory is a kserve store: docs/architecture.md says what lies in it.\n")
         for name in (*KINDS, "quarantine", "tmp"):
             path = self.root / name
             path.mkdir(mode=0o700, exist_ok=True)
             refuse_foreign(path, path.lstat(), uids=identities())
-        if not marker.exists():
-            marker.write_text("This directory is a kserve store: docs/architecture.md says what lies in it.\n")
-            marker.chmod(0o400)
         self._is_set_up = True
+
+    @property
+    def debug_root(self) -> str:
+        """Where the sources of debug variants lie, a folder for each key."""
+        return os.path.realpath(self.root / "debug")
 
     def path(self, name: str) -> Path:
         """Where that record lies, or would."""
@@ -109,8 +115,9 @@ class FileStore:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from None
         if matches(name, content):
             return content, False
-        self.quarantine(name)
-        return None, True
+        if self.quarantine(name, was=content):
+            return None, True
+        return self._checked_read(name)  # written again since
 
     def put(self, name: str, content: bytes, *, durable: bool = True) -> None:
         path = self._writable_path(name)
@@ -128,7 +135,8 @@ class FileStore:
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
-            temporary.rename(path)
+            with self._swapping:
+                temporary.rename(path)
             if durable:
                 _sync_directory(path.parent)
         except OSError as error:
@@ -136,10 +144,15 @@ class FileStore:
                 temporary.unlink(missing_ok=True)
             raise StoreError(f"{path} cannot be written: {error.strerror}") from None
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, was: bytes | None = None) -> None:
+        """Remove the record; with `was` only while it holds those bytes."""
         path = self._writable_path(name)
         try:
-            path.unlink(missing_ok=True)
+            with self._swapping:
+                if was is None or path.read_bytes() == was:
+                    path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            return
         except OSError as error:
             raise StoreError(f"{path} cannot be removed: {error.strerror}") from None
 
@@ -179,15 +192,23 @@ class FileStore:
         """The directories of that kind, as `kind/<2>`."""
         return [f"{kind}/{directory.name}" for directory in self._directories(kind)]
 
-    def quarantine(self, name: str) -> None:
-        """Move a damaged record out of the way; a reader without the right to leaves it."""
+    def quarantine(self, name: str, *, was: bytes | None = None) -> bool:
+        """Move a damaged record out of the way; a reader without the right to leaves it.
+
+        Args:
+            was: the bytes that were read.
+        Returns: False when others lie there by now, which are left.
+        """
         if not self.writable:
-            return
+            return True
         path = self.path(name)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), self._swapping:
+            if was is not None and path.read_bytes() != was:
+                return False
             path.rename(self.root / "quarantine" / f"{path.name}.{os.urandom(4).hex()}")
             self.n_quarantined += 1
             self.on_quarantine(name)
+        return True
 
     def touch(self, name: str) -> None:
         """Make now the time of the record's last use, where this user may."""
@@ -237,6 +258,19 @@ class FileStore:
         return [(path, stat) for stat, path in sorted(found, key=lambda item: item[0].st_ctime)]
 
 
+def _as_reader(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o400)
+
+
+def _lock(*, writable: bool) -> contextlib.AbstractContextManager[object]:
+    """A reader changes nothing, and its start is spared the import."""
+    if not writable:
+        return contextlib.nullcontext()
+    import threading
+
+    return threading.Lock()
+
+
 def _refuse_network(root: Path) -> None:
     kind = network_file_system(root)
     if kind:
@@ -249,7 +283,8 @@ def _refuse_network(root: Path) -> None:
 def _refuse_other_content(root: Path) -> None:
     """Raises StoreError when the directory holds something and is no store: nothing in it is touched."""
     try:
-        if not (root / MARKER).exists() and any(root.iterdir()):
+        others = any(path.name != MARKER for path in root.iterdir())
+        if others and not (root / MARKER).exists():
             raise StoreError(f"directory {root} is not empty and no kserve store: nothing in it was touched", hint=_ELSEWHERE)
     except OSError as error:
         raise StoreError(f"directory {root} cannot be used as a store: {error.strerror}", hint=_ELSEWHERE) from None

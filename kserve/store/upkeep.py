@@ -138,13 +138,16 @@ class Upkeep:
         self._shown[key] = now
         self.files.touch(f"manifest/{key}")
 
-    def drop(self, key: str) -> None:
-        """Remove an artifact that is worth nothing. Takes no lock: what it leaves is accounted for later.
+    def drop(self, manifest: Manifest) -> None:
+        """Remove an artifact that is worth nothing, unless it was built again since. What it leaves is accounted for later.
+
+        Takes no lock that anybody holds for long.
 
         Raises: StoreError.
         """
-        self.files.delete(f"manifest/{key}")
-        self._lost.append(f"manifest/{key}")
+        name = f"manifest/{manifest.key}"
+        self.files.delete(name, was=manifest.to_bytes())
+        self._lost.append(name)
 
     def _settle(self) -> None:
         """Account for the records that were lost since, those aside that were written again."""

@@ -47,7 +47,7 @@ def verify(store: FileStore, *, sample: int | None = None) -> Verified:
         try:
             manifest = manifest_from_bytes(content, key=key)
         except CorruptArtifact:
-            store.quarantine(f"manifest/{key}")
+            store.quarantine(f"manifest/{key}", was=content)
             damaged.append(f"manifest/{key}")
             continue
         if _is_orphaned(store, manifest):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -16,6 +17,7 @@ from kserve.alias import stamp
 from kserve.errors import CompileFailed, ToolchainMissing
 from kserve.spec import DTYPES, SCALARS
 
+_TOOK = re.compile(r"^.*Compile time = .*\n?", re.MULTILINE)  # ptxas -v
 MODULES = {"cuda": "kserve.toolchain.nvrtc", "triton": "kserve.toolchain.triton"}
 
 
@@ -38,6 +40,7 @@ class Job(NamedTuple):
         main:     the source file that is compiled.
         function: a C++ name expression, or a Triton function's name.
         options:  the language's compile options: `flags` (texts, in order), `num_warps` and so on (integers).
+        debug:    which debug variant (`artifact.DEBUGS`); empty for none.
     """
 
     language: str
@@ -46,6 +49,7 @@ class Job(NamedTuple):
     function: str
     arguments: tuple[JobArgument, ...]
     options: dict[str, Any]
+    debug: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {**self._asdict(), "arguments": [argument._asdict() for argument in self.arguments]}
@@ -187,6 +191,11 @@ def size_of(argument: JobArgument) -> int:
 
 def _number(kind: str) -> str:
     return "float" if kind.startswith("f") else "int"
+
+
+def without_times(log: str) -> str:
+    """A compiler's text less the lines that say how long it took: equal builds then share one log."""
+    return _TOOK.sub("", log)
 
 
 def places_of(path: Iterable[str], *names: str) -> list[str]:

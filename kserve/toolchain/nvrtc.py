@@ -17,6 +17,13 @@ from kserve.toolchain.base import Built, Fingerprint, Job, fingerprint_files, pl
 _FIXED = ("--no-cache", "--ptxas-options=-v", "--frandom-seed=kserve")
 _CLOCK = re.compile(r"\b__(DATE|TIME|TIMESTAMP)__\b")
 _INCLUDE = "--include-path=include"
+# Line tables hold the sources' whole paths. Assertions are for the sanitizer to find, whatever the flags say.
+_DEBUG = {
+    "": (),
+    "lineinfo": ("--generate-line-info",),
+    "device": ("--device-debug",),
+    "sanitize": ("--generate-line-info", "--undefine-macro=NDEBUG"),
+}
 
 
 def load() -> Nvrtc:
@@ -132,7 +139,7 @@ def options_of(job: Job) -> list[str]:
             macros.append(f"--define-macro=KSERVE_ALIGN_{argument.name.upper()}={argument.align}")
         elif argument.kind[0] in "iu":
             macros.append(f"--define-macro=KSERVE_DIV_{argument.name.upper()}={argument.divisible_by or 1}")
-    return [f"--gpu-architecture={target.arch}", *_FIXED, _INCLUDE, *job.options.get("flags", ()), *macros]
+    return [f"--gpu-architecture={target.arch}", *_FIXED, _INCLUDE, *job.options.get("flags", ()), *_DEBUG[job.debug], *macros]
 
 
 def _checked(api: Any, answer: tuple[Any, ...]) -> Any:

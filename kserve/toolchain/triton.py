@@ -38,6 +38,8 @@ _AMD_RESOURCES = {
     "shared_bytes": r"\.group_segment_fixed_size:\s+(\d+)",
 }
 _DIVISIBILITY = "tt.divisibility"
+# Debug variants with Triton's own checks: device assertions, integer overflow.
+_CHECKED = ("device", "sanitize")
 
 
 def load() -> TritonToolchain:
@@ -87,14 +89,23 @@ class TritonToolchain:
             attrs={(i,): found for i, argument in enumerate(job.arguments) if (found := _attributes(argument))},
         )
         gpu = GPUTarget(target.backend, arch, _WARP_SIZE[target.backend])
+        options = {**job.options, **({"debug": True} if job.debug in _CHECKED else {})}
+        self._set_debug(job.debug)
         try:
-            compiled = self._triton.compile(source, target=gpu, options=dict(job.options))
+            compiled = self._triton.compile(source, target=gpu, options=options)
         except BlockingIOError:  # no process for the assembler: that says nothing about the source
             raise
         except Exception as error:  # whatever the compiler raises is its answer to this source
             facts = {"compiler": "\n" + str(error).strip()}
             raise CompileFailed(_sentence(error), facts=facts, hint=_hint(error)) from error
         return self._amd(compiled) if target.backend == "hip" else self._nvidia(compiled, tool)
+
+    def _set_debug(self, debug: str) -> None:
+        """Give the binary line tables, or for `device` all there is and no optimisation. This process compiles once."""
+        if debug:
+            self._triton.knobs.compilation.disable_line_info = False
+        if debug == "device":
+            self._triton.knobs.nvidia.disable_ptxas_opt = True
 
     def _tool_for(self, target: Target) -> str:
         """The assembler for that target.
@@ -114,7 +125,8 @@ class TritonToolchain:
     def _nvidia(self, compiled: Any, tool: str) -> tuple[Built, bytes]:
         metadata, ptx, binary = compiled.metadata, compiled.asm["ptx"], compiled.asm["cubin"]
         sys.stdout.flush()
-        report = Path("../log.txt").read_text(errors="replace")
+        log = Path("/proc/self/fd/1")  # in a worker a file, wherever the sources lie
+        report = log.read_text(errors="replace") if log.is_file() else ""
         params = cubin.parameters(binary, metadata.name)
         scratch = (int(metadata.global_scratch_size or 0), int(metadata.profile_scratch_size or 0))
         built = Built(

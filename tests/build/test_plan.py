@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kserve.artifact import DECLARED, GENERIC
-from kserve.build.plan import Plan, contract_of, job_of, plan_builds
+from kserve.artifact import DEBUGS, DECLARED, GENERIC
+from kserve.build.plan import Debug, Plan, contract_of, job_of, plan_builds
 from kserve.errors import CompileFailed, InvalidDefinition, InvalidSpec, UnsupportedTarget
 from kserve.kernel_toml import read_definition
 from kserve.key import build_key
@@ -58,6 +58,25 @@ def test_a_job_can_be_read_back_from_the_components_of_its_key(definition: str):
     files = {**FILES, "kernel.py": "4" * 64}
     for plan in plans(definition, files=files):
         assert job_of(plan.components) == (plan.job, plan.files)
+
+
+def test_the_keys_of_everyday_builds_stay_what_they_were():
+    """A store outlives the release that filled it: when this fails on purpose, `key.KEY_SCHEMA` is raised and so are these."""
+    triton = plans(TRITON_TOML, files={"kernel.toml": "0" * 64, "kernel.py": "1" * 64})
+    assert [plan.key for plan in plans() + triton] == [
+        "612fd3f5d510328983670c4c04b992c9165bad4e3359aa55c0b92cb21cad0b5f",
+        "2a3b9b3790d2620de67ce9f796143a1500896549f23b7026026b1fb7527cbddd",
+        "d75d453239b06ac3a55baa5dd73237f37db7b39925736005600c738410d25bd4",
+        "345494df5ef227d2a66cbb3b5ce10371066ec479032e3aec508103f39fa20312",
+    ]
+
+
+def test_every_debug_variant_has_a_key_of_its_own_in_every_place():
+    made = [plans(debug=debug) for debug in (None, *(Debug(kind, place) for kind in DEBUGS for place in ("/a", "/b")))]
+    assert len({plan.key for one in made for plan in one}) == 2 * (1 + 2 * len(DEBUGS))
+    for plan in plans(debug=Debug("device", "/a")):
+        assert job_of(plan.components) == (plan.job, plan.files)
+        assert plan.job.debug == plan.components["debug"] == "device"
 
 
 DIFFERS = {

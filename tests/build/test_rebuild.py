@@ -246,7 +246,6 @@ def compiled(folder: Path, source: str, manifest: Manifest, **environment: str) 
     """The digest of a build in this environment, caches and all."""
     (folder / "src").mkdir(parents=True, exist_ok=True)
     (folder / "src" / "kernel.py").write_text(source)
-    (folder / "log.txt").touch()
     job = json.dumps(job_of(manifest.components)[0].to_json())
     return python(COMPILE, str(folder / "src"), job, **WORKER_CONSTANTS, **environment).stdout.split()[-1]
 

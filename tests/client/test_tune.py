@@ -17,7 +17,6 @@ from kserve.cli import main
 from kserve.client import loader
 from kserve.client.direct import local
 from kserve.errors import DaemonUnreachable
-from kserve.measure import bench as benches
 from kserve.measure.bench import Inputs
 from kserve.measure.sweep import Bench
 from tests.support import processes
@@ -72,7 +71,7 @@ def timed(stub_library: StubDriver, monkeypatch: pytest.MonkeyPatch) -> list[str
 @pytest.fixture
 def inputs(own_place: Path) -> str:
     file = own_place / "inputs.py"
-    file.write_text("def make(spec, sizes, device, seed):\n    return (0x10000, 0x20000, sizes.get('n', 8), 2.0)\n")
+    file.write_text("def make(spec, device, n=8):\n    return (0x10000, 0x20000, n, 2.0)\n")
     return f"{file}:make"
 
 
@@ -196,14 +195,20 @@ def test_a_person_reads_a_table_a_map_and_the_winner(folder: Path, timed: list[s
 
 
 def test_without_arguments_to_launch_with_it_says_how_to_give_them(folder: Path, timed: list[str], capsys, monkeypatch):
-    monkeypatch.setattr(benches, "import_module", lambda name: SimpleNamespace(example=lambda kernel: None))
     client.forget()
     assert main(["tune", "scale"]) == 2
-    assert "--inputs FILE:FUNCTION" in capsys.readouterr().err
+    assert "--inputs FILE.py:FUNCTION" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["nowhere.py:make", "make", "{file}:other"])
-def test_inputs_that_are_not_there_are_named(folder: Path, timed: list[str], inputs: str, capsys, place):
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("nowhere.py:make", "'nowhere.py:make' cannot be read"),
+        ("make", "'make' cannot be read"),
+        ("{file}:other", "no function other"),
+    ],
+)
+def test_inputs_that_are_not_there_are_named(folder: Path, timed: list[str], inputs: str, capsys, place, said):
     client.forget()
     assert main(["tune", "scale", "--inputs", place.format(file=inputs.rpartition(":")[0])]) == 2
-    assert "allowed:" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

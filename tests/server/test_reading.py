@@ -28,6 +28,7 @@ VALID: dict[str, Any] = {
             "target": "cuda:sm_90",
             "environment": {"python": "/p", "python_path": ["/a"], "loaded": {"torch": "2.11"}},
             "build": False,
+            "debug": "device",
             "alias": {"request": "a" * 64, "stamps": {"0": [1, 2, 3, 4], "0/k": []}, "variables": {"B": ["KSERVE_K_B"]}},
             "knobs": {
                 "values": {"B": 64},
@@ -74,7 +75,7 @@ VALUES = st.one_of(
     st.integers(-(2**70), 2**70),
     st.floats(allow_nan=False, allow_infinity=False),
     st.text(max_size=8),
-    st.sampled_from(["0" * 64, "0" * 63, "A" * 64, "x" * 5000]),
+    st.sampled_from(["lineinfo", "0" * 64, "0" * 63, "A" * 64, "x" * 5000]),
     st.lists(st.integers(0, 9), max_size=6),
     st.dictionaries(st.text(max_size=4), st.integers(0, 9) | st.text(max_size=4), max_size=3),
 )

@@ -95,6 +95,7 @@ def test_openapi_has_every_route(served: Daemon):
         ("GET", protocol.ARTIFACTS),
         ("GET", protocol.ARTIFACTS + "/{key}"),
         ("GET", protocol.ARTIFACTS + "/{key}/payload"),
+        ("GET", protocol.ARTIFACTS + "/{key}/sass"),
         ("GET", protocol.WHY),
         ("POST", protocol.VERIFY),
         ("POST", protocol.PRUNE),

@@ -126,12 +126,30 @@ def test_a_damaged_record_of_the_store_is_found_in_a_layer(baked: FileStore, ove
     assert over.files.n_quarantined == 2
 
 
+def test_an_entry_that_was_built_again_meanwhile_is_not_dropped(over: Artifacts, monkeypatch: pytest.MonkeyPatch):
+    """One request finds the payload gone; before it acts, another one's build has published the entry anew."""
+    old = put_entry(over.files, 1)
+    over.files.path(f"payload/{old.digest}").unlink()
+    new = old._replace(created_at=old.created_at + 1.0)
+    stamp = over.files.stamp
+
+    def stamp_and_publish(name: str) -> tuple[int, ...]:
+        monkeypatch.undo()
+        over.publish(new, [payload_of(1)])
+        return stamp(name)
+
+    monkeypatch.setattr(over.files, "stamp", stamp_and_publish)
+    assert over.payload(old) is None, "as it was seen"
+    assert over.manifest(new.key) == new
+    assert over.payload(new) == payload_of(1)
+
+
 def test_an_eviction_never_touches_a_layer(baked: FileStore, over: Artifacts):
     made = put_entry(baked, 1)
     over.publish(manifest_of(2, payload_of(2)), [payload_of(2)])
     before = every_file(baked.root)
     assert over.upkeep.prune([key_of(1), key_of(2)]).keys == [key_of(2)]
-    over.upkeep.drop(key_of(1))
+    over.upkeep.drop(made)
     assert over.manifest(key_of(1)) == made
     assert every_file(baked.root) == before
 

@@ -174,6 +174,13 @@ def test_a_damaged_source_is_sent_again_and_never_compiled(served: Daemon, langu
     assert_sound(store)
 
 
+@pytest.mark.parametrize("language", NAMES)
+def test_equal_builds_share_their_texts(served: Daemon, language: str):
+    """So a text that was damaged comes back with the next build of any of them."""
+    texts = [again(NAMES[language], tag=next(TAGS)).manifest.attachments for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize(("language", "kind"), SHOWN)
 def test_a_damaged_text_is_never_shown(served: Daemon, language: str, kind: str, damage: str):

@@ -13,6 +13,7 @@ import pytest
 from kserve.artifact import Contract, Manifest, manifest_from_bytes
 from kserve.errors import CorruptArtifact, ForeignPeer, StoreError
 from kserve.key import digest_of
+from kserve.store import files
 from kserve.store.base import KINDS
 from kserve.store.files import FileStore
 from tests.support.processes import REPOSITORY, python, wait_for
@@ -86,6 +87,28 @@ def test_the_layout_is_the_documented_one(root, store):
     assert store.path(payload) == root / "payload" / digest[:2] / digest
 
 
+OPENS = """
+import os, sys
+from pathlib import Path
+from kserve.store.files import FileStore
+print("up", flush=True)
+sys.stdin.readline()
+for number in range(200):
+    FileStore(Path(sys.argv[1]) / str(number), writable=True)
+"""
+
+
+def test_many_may_open_a_new_directory_at_once(root):
+    command = [sys.executable, "-c", OPENS, str(root)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) for _ in range(3)]
+    assert [child.stdout.readline() for child in children] == ["up\n"] * 3
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    assert [child.communicate(timeout=60)[1] for child in children] == [""] * 3
+
+
 def test_directories_are_the_owners_alone_and_records_are_read_only(root, store):
     before = os.umask(0)
     try:
@@ -142,6 +165,31 @@ def test_a_damaged_manifest_says_so_and_can_be_put_aside(root, store, damage):
     store.quarantine(name)
     assert store.get(name) is None
     assert len(list((root / "quarantine").iterdir())) == 1
+
+
+def test_a_record_that_was_written_again_meanwhile_is_not_put_aside(store, monkeypatch):
+    """The reader found damage; before it acts, a build puts the whole record in that place."""
+    name = put(store)
+    flip_a_bit(store.path(name))
+
+    def matches_and_heal(name: str, content: bytes) -> bool:
+        monkeypatch.undo()
+        put(store)
+        return files.matches(name, content)
+
+    monkeypatch.setattr(files, "matches", matches_and_heal)
+    assert store.get(name) == b"payload" * 1000
+    assert store.n_quarantined == 1, "by the one who wrote it again"
+
+
+def test_a_record_is_deleted_only_while_it_is_what_was_seen(store):
+    name = f"manifest/{KEY}"
+    store.put(name, b"old")
+    store.delete(name, was=b"new")
+    assert store.get(name) == b"old"
+    store.delete(name, was=b"old")
+    assert store.get(name) is None
+    store.delete(name, was=b"old")
 
 
 def test_two_swapped_payloads_are_both_misses(store):

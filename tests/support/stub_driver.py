@@ -31,6 +31,7 @@ int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 int cuGetErrorName(int status, const char **text) { *text = "CUDA_ERROR_STUB"; return 0; }
 int cuGetErrorString(int status, const char **text) { *text = "said by the stub"; return 0; }
 int cuCtxGetDevice(int *device) { *device = stub_device; return stub_context_status; }
+int cuCtxSynchronize(void) { return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxPushCurrent_v2(void *context) { return 0; }
 int cuCtxPopCurrent_v2(void **context) { return 0; }

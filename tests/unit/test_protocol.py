@@ -69,7 +69,6 @@ def test_a_request_carries_what_it_was_made_of():
                 "environment": {"python": "/p"},
                 "build": True,
                 "alias": None,
-                "knobs": None,
             }
         ],
     }
