@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from kserve.errors import InvalidSpec
 from kserve.key import canonical_json, digest_of, sealed, unsealed
 from kserve.knobs import KNOB_NAME
-from kserve.spec import INTEGER_BITS, is_bool, is_plain_name
+from kserve.spec import INTEGER_BITS, NAME, is_bool, is_plain_name
 
 TUNING_SCHEMA = 1
-_MOST_ROWS = 1000
+MOST_ROWS = 1000
 
 
 class Device(NamedTuple):
@@ -62,10 +62,10 @@ class Tuning(NamedTuple):
         return tuning_name(self.base, self.device, self.sizes)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "device": self.device._asdict(), "schema": TUNING_SCHEMA}
+        return {**self._asdict(), "device": self.device._asdict()}
 
     def to_bytes(self) -> bytes:
-        return sealed(self.to_json())
+        return sealed({**self.to_json(), "schema": TUNING_SCHEMA})
 
 
 def tuning_name(base: str, device: Device, sizes: Mapping[str, int]) -> str:
@@ -101,16 +101,13 @@ def _is_size(item: tuple[object, Any]) -> bool:
 def tuning_from_bytes(content: bytes) -> Tuning | None:
     """The stored tuning; None when it is damaged or of another schema."""
     plain = unsealed(content)
-    return None if plain is None else tuning_from_json(plain)
+    return None if plain is None or plain.pop("schema", None) != TUNING_SCHEMA else tuning_from_json(plain)
 
 
 def tuning_from_json(plain: Mapping[str, Any]) -> Tuning | None:
     """The tuning in a decoded JSON object; None when it has another form."""
-    fields = dict(plain)
-    if fields.pop("schema", None) != TUNING_SCHEMA:
-        return None
     try:
-        found = Tuning(**{**fields, "device": Device(**fields["device"])})
+        found = Tuning(**{**plain, "device": Device(**plain["device"])})
     except (TypeError, KeyError):
         return None
     return found if _is_of_form(found) else None
@@ -122,12 +119,12 @@ def _is_of_form(found: Tuning) -> bool:
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(one, dict) for one in tables):
         return False
     numbers = (found.device.sm_count, found.device.l2_bytes, *found.sizes.values(), *found.knobs.values())
-    rows = found.rows if isinstance(found.rows, list) and len(found.rows) <= _MOST_ROWS else [None]
+    rows = found.rows if isinstance(found.rows, list) and len(found.rows) <= MOST_ROWS else [None]
     return (
         set(map(type, numbers)) <= {int}
         and isinstance(found.created_at, int | float)
         and all(isinstance(row, dict) for row in rows)
         and bool(found.knobs)
         and all(KNOB_NAME.fullmatch(name) for name in found.knobs)
-        and all(is_plain_name(name) for name in found.sizes)
+        and all(NAME.fullmatch(name) for name in found.sizes)
     )

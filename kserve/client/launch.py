@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kserve.artifact import Artifact, Contract, Manifest, Param
@@ -191,7 +191,7 @@ class Roads:
         device = _common_device(name, params, passed)
         handle = _stream(name, passed, stream)
         values = {param.name: item.value for param, item in zip(params, passed, strict=True)}
-        library = self.libraries[0 if _facts_hold(params, values) else -1]
+        library = self.libraries[0 if facts_hold(params, values) else -1]
         if grid is not None and self._contract.tuned and not callable(grid):
             names = ", ".join(self._contract.tuned)
             raise LaunchError(
@@ -275,7 +275,8 @@ def _stream(kernel: str, passed: list[arguments.Passed], stream: Any) -> int:
     return 0
 
 
-def _facts_hold(params: list[Param], values: Mapping[str, Any]) -> bool:
+def facts_hold(params: Iterable[Param], values: Mapping[str, Any]) -> bool:
+    """Whether these arguments are what a variant was compiled for: addresses and numbers by the parameters' names."""
     return all(
         not (param.align and values[param.name] % param.align)
         and not (param.divisible_by and values[param.name] % param.divisible_by)

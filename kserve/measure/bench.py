@@ -9,7 +9,7 @@ from kserve.artifact import Artifact
 from kserve.errors import LoadError
 from kserve.measure.device import instrument_for
 from kserve.measure.launch_once import maker_of, place_of
-from kserve.measure.sweep import Bench, written_of
+from kserve.measure.sweep import Bench, check_facts, written_of
 from kserve.measure.workloads import example
 
 _COPIED_BYTES = 1 << 30
@@ -57,6 +57,7 @@ def bench_for(
     instrument = instrument_for(device)
     with instrument.active():
         arguments = tuple(inputs.arguments(spec, {**inputs.sizes, **sizes}, device, _SEED))
+    check_facts(artifact, arguments)
     source, target = (torch.empty(_COPIED_BYTES, dtype=torch.int8, device=device) for _ in range(2))
     return Bench(
         prepare=instrument.prepare,

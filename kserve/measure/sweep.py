@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kserve.artifact import Artifact
+from kserve.client.arguments import read
+from kserve.client.launch import facts_hold
 from kserve.client.resolve import Answer
 from kserve.definition import Entry, KernelDef
-from kserve.errors import DoesNotFit, KserveError, LaunchError
+from kserve.errors import DoesNotFit, KserveError, LaunchError, RequestError
 from kserve.measure.configurations import Configurations, label_of, reason_after, reason_before
 from kserve.measure.outputs import Outputs
 from kserve.measure.timing import Arm, Drop, Interval, Measurement, Rule, measure, ratio_interval
@@ -255,6 +257,19 @@ def floor_us(swept: Swept, n_bytes: int | None) -> float | None:
     if swept.winner is None or swept.winner.us is None or n_bytes is None or not swept.copy_gb_s:
         return None
     return swept.winner.us[0] - n_bytes / swept.copy_gb_s / 1e3
+
+
+def check_facts(artifact: Artifact, arguments: Sequence[Any]) -> None:
+    """Raises RequestError for arguments that the declared facts do not hold for: the other variant is not built."""
+    manifest = artifact.manifest
+    params = [param for param in manifest.contract.params if param.kind != "scratch"]
+    if len(params) != len(arguments):
+        raise RequestError(f"{manifest.name} takes {len(params)} arguments, its inputs are {len(arguments)}")
+    for param, argument in zip(params, arguments, strict=True):
+        value = read(manifest.name, param, argument).value
+        if not facts_hold([param], {param.name: value}):
+            fact = f"a multiple of {param.align or param.divisible_by}"
+            raise RequestError(f"{manifest.name} is tuned for {param.name} as {fact}, not for {value!r}")
 
 
 def written_of(artifact: Artifact, arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Query
+from fastapi import APIRouter, Path, Query
 
 from kserve import protocol
-from kserve.errors import NotBuilt, RequestError
-from kserve.server.models import ErrorAnswer
+from kserve.errors import NotBuilt
+from kserve.server.models import ErrorAnswer, TuningModel
 from kserve.server.routes import Service
 from kserve.tuning import Tuning, tuning_from_json
 
@@ -34,13 +34,10 @@ async def one_tuning(name: TuningName, service: Service) -> dict[str, Any]:
 
 
 @router.post(protocol.TUNINGS)
-async def publish(service: Service, body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+async def publish(service: Service, body: TuningModel) -> dict[str, Any]:
     """Keep a tuning, in place of the one for the same kernel, device and sizes."""
-    found = tuning_from_json(body)
-    if found is None:
-        raise RequestError(
-            "the request does not have the documented form", facts={"body": "expected a tuning as a GET gives it"}
-        )
+    found = tuning_from_json(body.model_dump())
+    assert found is not None, "the model allows no more than the reader"
     await asyncio.to_thread(service.planner.tunings.publish, found)
     return {"name": found.name}
 

@@ -15,8 +15,9 @@ from kserve.client.resolve import Answer
 from kserve.errors import CompileFailed, DoesNotFit, InvalidSpec, KserveError, LaunchError, LoadError, RequestError
 from kserve.kernel_toml import read_definition
 from kserve.measure.configurations import enumerate_all, label_of
+from kserve.measure.device import instrument_for
 from kserve.measure.outputs import Outputs
-from kserve.measure.sweep import COPY, Bench, Row, Subject, carry_over, compile_all, floor_us, time_new, written_of
+from kserve.measure.sweep import COPY, Bench, Row, Subject, carry_over, check_facts, compile_all, floor_us, time_new, written_of
 from kserve.measure.timing import ArmFailed, Rule
 from kserve.target import parse_target
 from tests.support.definitions import KNOB_TOML, TRITON_TOML
@@ -344,6 +345,16 @@ def test_the_written_arguments_are_those_the_contract_names():
     assert written_of(Artifact(manifest, b""), ("x", "y", None)) == ("y",)
 
 
+def test_arguments_that_are_not_what_is_timed_are_refused():
+    params = (Param("n", "i32", "", 0, 4, divisible_by=16), Param("f", "f32", "", 4, 4))
+    artifact = Artifact(manifest_of(1, b"")._replace(contract=Contract("k", "cubin", params, {}, ("1",), ("1",))), b"")
+    check_facts(artifact, (32, 1.0))
+    with pytest.raises(RequestError, match="tuned for n as a multiple of 16, not for 17"):
+        check_facts(artifact, (17, 1.0))
+    with pytest.raises(RequestError, match="takes 2 arguments"):
+        check_facts(artifact, (32,))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool, torch.uint8]
 )
@@ -368,3 +379,15 @@ def test_outputs_read_arrays_of_other_libraries_in_place():
     array[:] = 7
     outputs.restore()
     assert array.tolist() == [1.0] * 4
+
+
+def test_the_instrument_of_the_device_layer_times_a_sweep():
+    """The seam: what `measure.device` prepares is what a sweep takes. One kernel does sixteen times the work of the other."""
+    found = subject(wanted={"BLOCK": [64, 128], "UNROLL": [1]})
+    small, large = torch.ones(1 << 12), torch.ones(1 << 16)
+    world = World({})
+    world.effects = {"BLOCK=64 UNROLL=1": small.exp, "BLOCK=128 UNROLL=1": large.exp}
+    world.out = torch.zeros(1)
+    result = swept(found, world, prepare=instrument_for("cpu").prepare)
+    assert result.winner is not None and result.winner.knobs["BLOCK"] == 64
+    assert result.n_timed == 2 and result.rows[1].ratio is not None and result.rows[1].ratio[0] > 1.5

@@ -84,7 +84,6 @@ def test_a_damaged_tuning_is_none():
 
 
 CHANGES: list[dict[str, Any]] = [
-    {"schema": 2},
     {"device": {"name": "GPU"}},
     {"device": None},
     {"knobs": {}},
@@ -93,7 +92,7 @@ CHANGES: list[dict[str, Any]] = [
     {"knobs": {"block": 64}},
     {"knobs": [64]},
     {"sizes": {"n": 1.5}},
-    {"sizes": {"class": 8}},
+    {"sizes": {"a b": 8}},
     {"rows": [1]},
     {"rows": {}},
     {"base": 1},
@@ -107,4 +106,10 @@ CHANGES: list[dict[str, Any]] = [
 def test_a_tuning_of_another_form_is_none(change):
     plain = {**TUNING.to_json(), **change}
     assert tuning_from_json(plain) is None
-    assert tuning_from_bytes(sealed(plain)) is None
+    assert tuning_from_bytes(sealed({**plain, "schema": 1})) is None
+
+
+def test_a_tuning_of_another_schema_is_none():
+    assert tuning_from_bytes(sealed({**TUNING.to_json(), "schema": 1})) == TUNING
+    assert tuning_from_bytes(sealed({**TUNING.to_json(), "schema": 2})) is None
+    assert tuning_from_bytes(sealed(TUNING.to_json())) is None
