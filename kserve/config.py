@@ -12,6 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kserve import setting_values
 from kserve.errors import RequestError, StoreError
 from kserve.ownership import network_file_system
 
@@ -53,6 +54,9 @@ class Settings(NamedTuple):
     job_memory_bytes: int = 16 << 30
     trusted_uids: tuple[int, ...] = ()
     launcher: str = "auto"
+    backend: str = "cuda"
+    strict: bool = False
+    disable: bool = False
     log: str = "info"
 
     @property
@@ -72,89 +76,34 @@ class Settings(NamedTuple):
         return path
 
 
-def _flag(text: str) -> bool:
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    return words[text.lower()]
-
-
-def _paths(text: str) -> tuple[Path, ...]:
-    return tuple(_path(part) for part in text.split(os.pathsep) if part)
-
-
-def _stores(text: str) -> tuple[Path | None, ...]:
-    """The writable store, then the read-only ones below it; None where the first is left to the default."""
-    if not text:
-        raise ValueError
-    first, *layers = text.split(os.pathsep)
-    return (_path(first) if first else None, *map(_path, filter(None, layers)))
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise ValueError
-    return Path(text).expanduser().resolve()
-
-
-def _uids(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.replace(",", " ").split())
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise ValueError
-    return number
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-def _level(text: str) -> str:
-    if text.lower() not in ("debug", "info", "warning", "error"):
-        raise ValueError
-    return text.lower()
-
-
-def _launcher(text: str) -> str:
-    if text.lower() not in ("auto", "python", "compiled"):
-        raise ValueError
-    return text.lower()
-
-
 # field -> (environment variable, reader, what is allowed)
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "store": ("KSERVE_STORE", _stores, "a directory, then read-only ones below it, separated by colons"),
-    "max_bytes": ("KSERVE_MAX_BYTES", _count, "a whole number of bytes"),
-    "max_files": ("KSERVE_MAX_FILES", _count, "a whole number from 1"),
-    "lock": ("KSERVE_LOCK", _path, "a file"),
-    "runtime_dir": ("KSERVE_RUNTIME_DIR", _path, "a directory"),
-    "kernel_path": ("KSERVE_PATH", _paths, "directories, separated by colons"),
-    "autostart": ("KSERVE_AUTOSTART", _flag, "0 or 1"),
-    "no_build": ("KSERVE_NO_BUILD", _flag, "0 or 1"),
-    "prewarm": ("KSERVE_PREWARM", _flag, "0 or 1"),
-    "jobs": ("KSERVE_JOBS", _count, "a whole number from 1"),
-    "idle_s": ("KSERVE_IDLE_S", _positive, "seconds above 0"),
-    "build_timeout_s": ("KSERVE_BUILD_TIMEOUT_S", _positive, "seconds above 0"),
-    "client_timeout_s": ("KSERVE_CLIENT_TIMEOUT_S", _positive, "seconds above 0"),
-    "failure_memory_s": ("KSERVE_FAILURE_MEMORY_S", _positive, "seconds above 0"),
-    "job_memory_bytes": ("KSERVE_JOB_MEMORY_BYTES", _count, "a whole number of bytes"),
-    "trusted_uids": ("KSERVE_TRUSTED_UIDS", _uids, "user ids, separated by commas"),
-    "launcher": ("KSERVE_LAUNCHER", _launcher, "auto, python, compiled"),
-    "log": ("KSERVE_LOG", _level, "debug, info, warning, error"),
+    "store": ("KSERVE_STORE", setting_values.stores, "a directory, then read-only ones below it, separated by colons"),
+    "max_bytes": ("KSERVE_MAX_BYTES", setting_values.count, "a whole number of bytes"),
+    "max_files": ("KSERVE_MAX_FILES", setting_values.count, "a whole number from 1"),
+    "lock": ("KSERVE_LOCK", setting_values.path, "a file"),
+    "runtime_dir": ("KSERVE_RUNTIME_DIR", setting_values.path, "a directory"),
+    "kernel_path": ("KSERVE_PATH", setting_values.paths, "directories, separated by colons"),
+    "autostart": ("KSERVE_AUTOSTART", setting_values.flag, "0 or 1"),
+    "no_build": ("KSERVE_NO_BUILD", setting_values.flag, "0 or 1"),
+    "prewarm": ("KSERVE_PREWARM", setting_values.flag, "0 or 1"),
+    "jobs": ("KSERVE_JOBS", setting_values.count, "a whole number from 1"),
+    "idle_s": ("KSERVE_IDLE_S", setting_values.positive, "seconds above 0"),
+    "build_timeout_s": ("KSERVE_BUILD_TIMEOUT_S", setting_values.positive, "seconds above 0"),
+    "client_timeout_s": ("KSERVE_CLIENT_TIMEOUT_S", setting_values.positive, "seconds above 0"),
+    "failure_memory_s": ("KSERVE_FAILURE_MEMORY_S", setting_values.positive, "seconds above 0"),
+    "job_memory_bytes": ("KSERVE_JOB_MEMORY_BYTES", setting_values.count, "a whole number of bytes"),
+    "trusted_uids": ("KSERVE_TRUSTED_UIDS", setting_values.uids, "user ids, separated by commas"),
+    "launcher": ("KSERVE_LAUNCHER", setting_values.launcher, "auto, python, compiled"),
+    "backend": ("KSERVE_BACKEND", setting_values.backend, "pytorch, compiled, cuda"),
+    "strict": ("KSERVE_STRICT", setting_values.flag, "0 or 1"),
+    "disable": ("KSERVE_DISABLE", setting_values.flag, "0 or 1"),
+    "log": ("KSERVE_LOG", setting_values.level, "debug, info, warning, error"),
 }
+
+
+# Names that code written for the kernels' first home uses.
+_ALIASES = {"KSERVE_BACKEND": "QECDEC_BACKEND"}
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -171,9 +120,10 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     for path in _config_files(environ):
         values.update(_from_file(path))
     for field, (variable, reader, allowed) in _VARIABLES.items():
-        text = environ.get(variable, "")
-        if text:
-            values[field] = _read(variable, text, reader=reader, allowed=allowed)
+        for name in (variable, _ALIASES.get(variable, "")):
+            if text := environ.get(name, ""):
+                values[field] = _read(name, text, reader=reader, allowed=allowed)
+                break
     values.update({field: value for field, value in (flags or {}).items() if value is not None})
     first, *layers = values.pop("store")
     return Settings(store=first or _default_store(environ), layers=tuple(layers), **values)
@@ -223,7 +173,13 @@ def _defaults(environ: Mapping[str, str]) -> dict[str, Any]:
         "runtime_dir": Path(environ.get("XDG_RUNTIME_DIR") or f"/tmp/kserve-{os.getuid()}"),  # noqa: S108 - verified
         "autostart": not any(environ.get(name) for name in _NO_AUTOSTART),
         "jobs": usable_cores(),
+        # Ranks that fall back one by one would compute different things in silence.
+        "strict": _is_many(environ.get("WORLD_SIZE", "")),
     }
+
+
+def _is_many(world_size: str) -> bool:
+    return world_size.isdigit() and int(world_size) > 1
 
 
 def _default_store(environ: Mapping[str, str]) -> Path:

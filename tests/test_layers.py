@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "kserve"
 LAYERS = [
     ["errors"],
     ["spec", "target", "expression"],
-    ["artifact", "key", "config", "ownership", "occupancy"],
+    ["artifact", "key", "config", "ownership", "occupancy", "setting_values"],
     ["definition", "kernel_toml", "kernel_schema", "knobs", "outline", "catalog", "protocol", "alias", "lockfile", "tuning"],
     ["store", "toolchain"],
     ["build"],

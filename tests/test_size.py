@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def test_a_function_takes_few_positional_parameters():
 
 def test_every_function_says_what_it_returns():
     assert [place for place, function, _ in every_function() if function.returns is None] == []
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig):
+    passed_over = pytestconfig.getini("norecursedirs")
+    folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {"build", "unit"} <= folders
+    assert [name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in passed_over)] == []
 
 
 def test_every_module_says_what_it_is_for():

@@ -1,24 +1,28 @@
-// LayerNorm of each row with an affine, plus a residual: every input is read once, the row stays in registers.
+// LayerNorm of each row with an affine, dropout in training, plus a residual: every input is read once, the row stays in
+// registers.
 //
 // Lanes threads hold one row, or Rows of them one after the other; a block has Groups such groups. kernel.toml chooses
 // these three from Hidden, for both variants alike; the alignment facts only choose how wide an access is.
 
 #include <kserve/access.cuh>
+#include <kserve/narrow.cuh>
+#include <kserve/philox.cuh>
 
 namespace row_norm {
 
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 // Elements of one access: the widest up to 16 bytes that divides a row and that all pointers are aligned for.
+// A short row is spread over its lanes first.
 template <typename T>
-__host__ __device__ constexpr int access_elements(int hidden) {
+__host__ __device__ constexpr int access_elements(int hidden, int lanes) {
   constexpr int tensors = smaller(KSERVE_ALIGN_X, smaller(KSERVE_ALIGN_RESIDUAL, KSERVE_ALIGN_OUT));
   constexpr int affine = smaller(KSERVE_ALIGN_GAMMA, KSERVE_ALIGN_BETA);
   int elements = 16 / static_cast<int>(sizeof(T));
   while (elements > 1) {
     const int affine_bytes = smaller(16, elements * static_cast<int>(sizeof(float)));
     const bool aligned = tensors >= elements * static_cast<int>(sizeof(T)) && affine >= affine_bytes;
-    if (hidden % elements == 0 && aligned) break;
+    if (hidden % elements == 0 && aligned && (elements <= 4 || hidden / elements >= lanes)) break;
     elements /= 2;
   }
   return elements;
@@ -64,15 +68,18 @@ __device__ __forceinline__ void sum_over_row(float (&values)[Count]) {
   }
 }
 
-}  // namespace row_norm
+// What training adds: an element is kept when its random number is not below `probability`, and then scaled.
+struct Dropout {
+  kserve::RandomState state;
+  float probability;
+};
 
 template <typename T, int Hidden, bool Training, int Lanes, int Groups, int Rows>
-__global__ void __launch_bounds__(Lanes* Groups)
-    norm_residual(const T* __restrict__ x, const T* __restrict__ residual, const float* __restrict__ gamma,
-                  const float* __restrict__ beta, T* __restrict__ out, long long n, float eps) {
-  static_assert(!Training, "the variant that draws random numbers is not written yet");
+__device__ __forceinline__ void normalise(const T* __restrict__ x, const T* __restrict__ residual,
+                                          const float* __restrict__ gamma, const float* __restrict__ beta, T* __restrict__ out,
+                                          long long n, float eps, const Dropout& dropout) {
   static_assert(Lanes <= 32 || (Groups == 1 && Rows == 1), "a row wider than a warp has the block to itself");
-  constexpr int Width = row_norm::access_elements<T>(Hidden);
+  constexpr int Width = access_elements<T>(Hidden, Lanes);
   constexpr int Accesses = Hidden / Width;
   constexpr int Items = (Accesses + Lanes - 1) / Lanes;
 
@@ -115,7 +122,7 @@ __global__ void __launch_bounds__(Lanes* Groups)
       for (int j = 0; j < Width; ++j) mean[r] += static_cast<float>(loaded[r][i][j]);
     }
   }
-  row_norm::sum_over_row<Lanes>(mean);
+  sum_over_row<Lanes>(mean);
 
   // The rounded mean is off by an ulp or so. Summing the differences beside their squares measures by how much, at no
   // further pass: a constant row gives exactly beta, and a mean far above the deviation costs no digits.
@@ -135,7 +142,7 @@ __global__ void __launch_bounds__(Lanes* Groups)
       }
     }
   }
-  row_norm::sum_over_row<Lanes>(moments);
+  sum_over_row<Lanes>(moments);
 
   float shift[Rows], scale[Rows];
 #pragma unroll
@@ -145,6 +152,7 @@ __global__ void __launch_bounds__(Lanes* Groups)
     scale[r] = rsqrtf(fmaxf(variance, 0.0f) + eps);
   }
 
+  const float kept_scale = Training ? 1.0f / (1.0f - dropout.probability) : 1.0f;
 #pragma unroll
   for (int i = 0; i < Items; ++i) {
     if (!inside(i)) continue;
@@ -155,12 +163,39 @@ __global__ void __launch_bounds__(Lanes* Groups)
     for (int r = 0; r < Rows; ++r) {
       if (!exists(r)) continue;
       T result[Width];
+      float drawn[Width];
+      if constexpr (Training) {
+        kserve::uniform(dropout.state, static_cast<unsigned long long>(offset(r, i)), Hidden % 4 == 0, drawn);
+      }
 #pragma unroll
       for (int j = 0; j < Width; ++j) {
         const float normal = (centred[r][i][j] - shift[r]) * scale[r];
-        result[j] = static_cast<T>(fmaf(normal, weight[j], bias[j]) + static_cast<float>(added[r][i][j]));
+        float value = fmaf(normal, weight[j], bias[j]);
+        // A choice, not a product with zero: with everything dropped the scale is infinite.
+        if constexpr (Training) value = drawn[j] >= dropout.probability ? value * kept_scale : 0.0f;
+        result[j] = static_cast<T>(value + static_cast<float>(added[r][i][j]));
       }
       kserve::store_once(out + offset(r, i), result);
     }
   }
+}
+
+}  // namespace row_norm
+
+template <typename T, int Hidden, bool Training, int Lanes, int Groups, int Rows>
+__global__ void __launch_bounds__(Lanes* Groups)
+    norm_residual(const T* __restrict__ x, const T* __restrict__ residual, const float* __restrict__ gamma,
+                  const float* __restrict__ beta, T* __restrict__ out, long long n, float eps) {
+  static_assert(!Training, "norm_residual_dropout draws the random numbers");
+  const row_norm::Dropout none{};
+  row_norm::normalise<T, Hidden, false, Lanes, Groups, Rows>(x, residual, gamma, beta, out, n, eps, none);
+}
+
+template <typename T, int Hidden, int Lanes, int Groups, int Rows>
+__global__ void __launch_bounds__(Lanes* Groups)
+    norm_residual_dropout(const T* __restrict__ x, const T* __restrict__ residual, const float* __restrict__ gamma,
+                          const float* __restrict__ beta, T* __restrict__ out, const unsigned long long* __restrict__ random,
+                          long long n, float eps, float dropout_p) {
+  const row_norm::Dropout dropout{{random[0], random[1]}, dropout_p};
+  row_norm::normalise<T, Hidden, true, Lanes, Groups, Rows>(x, residual, gamma, beta, out, n, eps, dropout);
 }

@@ -20,10 +20,17 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
+    from kserve.ops.backend import backend as backend
+    from kserve.ops.backend import given_up as given_up
+    from kserve.ops.backend import served as served
+    from kserve.ops.backend import set_backend as set_backend
+    from kserve.ops.edge_features import edge_features as edge_features
+    from kserve.ops.graph_norm_bce import graph_norm_bce as graph_norm_bce
     from kserve.ops.norm_residual import norm_residual as norm_residual
     from kserve.ops.realspace import realspace as realspace
 
-__all__ = ["norm_residual", "realspace"]
+_OF_BACKEND = ("backend", "given_up", "served", "set_backend")
+__all__ = ["backend", "edge_features", "given_up", "graph_norm_bce", "norm_residual", "realspace", "served", "set_backend"]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,7 +38,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{name}"), name)
+    return getattr(import_module(f"{__name__}.{'backend' if name in _OF_BACKEND else name}"), name)
 
 
 def __dir__() -> list[str]:

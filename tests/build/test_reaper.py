@@ -17,10 +17,14 @@ from tests.support.processes import wait_for
 
 # A session leader with a child in another process group and a grandchild whose parent is gone.
 FAMILY = """
-import os, signal
+import os, signal, time
 if os.fork() == 0:
     os.setpgid(0, 0)
+    parent = os.getpid()
     if os.fork() == 0:
+        while {orphan} and os.getppid() == parent:
+            time.sleep(0.001)
+        print("complete", flush=True)
         signal.pause()
     os._exit(0) if {orphan} else signal.pause()
 signal.pause()
@@ -29,13 +33,14 @@ signal.pause()
 
 @contextlib.contextmanager
 def family(*, orphan: bool = True) -> Iterator[int]:
-    process = subprocess.Popen([sys.executable, "-c", FAMILY.format(orphan=orphan)], start_new_session=True)
+    command = [sys.executable, "-c", FAMILY.format(orphan=orphan)]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: len(reaper.members(process.pid)) == (2 if orphan else 3), what="the family to be complete")
+        assert process.stdout.readline() == "complete\n"
         yield process.pid
     finally:
         reaper.kill_session(process.pid)
-        process.wait(10)
+        process.communicate(timeout=10)
 
 
 @pytest.fixture

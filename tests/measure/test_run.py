@@ -20,7 +20,12 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import run
 
-SMALL = {"norm_residual": {"n": 7, "hidden": 33}, "realspace": {"n_e": 5, "f": 4, "n_ang": 3}}
+SMALL = {
+    "edge_features": {"n": 9, "e": 31, "hidden": 6, "ordered": 1},
+    "graph_norm_bce": {"e": 50, "g": 4, "mixed": 1},
+    "norm_residual": {"n": 7, "hidden": 33},
+    "realspace": {"n_e": 5, "f": 4, "n_ang": 3},
+}
 FORMS = [(op, *form) for op in workloads.ops() for form in workloads.forms_of(op)]
 
 

@@ -91,9 +91,16 @@ def durations(found: Subject, seconds: Callable[[dict[str, int]], float]) -> dic
     return {label_of(knobs): seconds(knobs) for knobs in found.configurations.all}
 
 
-def swept(found: Subject, world: World, build: Any = built, evidence: Sequence[Mapping[str, Any]] = (), **bench: Any):
+def swept(
+    found: Subject,
+    world: World,
+    build: Any = built,
+    evidence: Sequence[Mapping[str, Any]] = (),
+    rule: Rule = QUICK,
+    **bench: Any,
+):
     rows, answers = compile_all(found, build)
-    return time_new(carry_over(rows, evidence), answers, world.bench(**bench), world.load, rule=QUICK)
+    return time_new(carry_over(rows, evidence), answers, world.bench(**bench), world.load, rule=rule)
 
 
 def labels(rows: Sequence[Row], state: str) -> set[str]:
@@ -388,6 +395,6 @@ def test_the_instrument_of_the_device_layer_times_a_sweep():
     world = World({})
     world.effects = {"BLOCK=64 UNROLL=1": small.exp, "BLOCK=128 UNROLL=1": large.exp}
     world.out = torch.zeros(1)
-    result = swept(found, world, prepare=instrument_for("cpu").prepare)
+    result = swept(found, world, rule=Rule(rounds=4), prepare=instrument_for("cpu").prepare)
     assert result.winner is not None and result.winner.knobs["BLOCK"] == 64
     assert result.n_timed == 2 and result.rows[1].ratio is not None and result.rows[1].ratio[0] > 1.5

@@ -16,10 +16,13 @@ from kserve.errors import InvalidSpec, LaunchError
 from kserve.kernel_toml import read_definition
 from kserve.ops.norm_residual import norm_residual, reason_for_reference, reference
 from tests.support import compare
+from tests.support.built_in import device_code
+from tests.support.host_cuda import host_kernel
 from tests.support.inputs import NormInputs, norm_inputs, odd, poisoned
 
 CUDA_SRC = Path(__file__).parents[2] / "cuda_src"
 FOLDER = CUDA_SRC / "norm_residual"
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SIZES = (1, 7, 33, 64, 100, 127, 128, 129, 256, 500, 512, 513, 1000, 4096, 4100, 8191, 8192)
 
 
@@ -163,7 +166,6 @@ def test_input_that_requires_a_gradient_is_refused_while_gradients_are_recorded(
         {"dropout_p": -0.1},
         {"dropout_p": 1.1},
         {"dropout_p": float("nan")},
-        {"dropout_p": 0.5, "training": True},
     ],
 )
 def test_option_out_of_range_is_refused(options):
@@ -176,6 +178,38 @@ def test_dropout_without_training_and_training_without_dropout_draw_nothing():
     expected = norm_residual(*inputs)
     assert torch.equal(norm_residual(*inputs, dropout_p=0.5), expected)
     assert torch.equal(norm_residual(*inputs, training=True), expected)
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_the_reference_drops_and_scales(p):
+    n, hidden = 200, 64
+    ones, zeros = torch.ones(hidden), torch.zeros(n, hidden)
+    found = norm_residual(zeros, zeros, torch.zeros(hidden), ones, dropout_p=p, training=True)
+    kept = found != 0
+    assert torch.equal(found[kept], torch.full_like(found[kept], 1 / (1 - p) if p < 1 else 0.0))
+    assert abs(float(kept.double().mean()) - (1 - p)) <= 5 * (p * (1 - p) / (n * hidden)) ** 0.5
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_the_op_is_traced_as_one(dropout_p):
+    inputs = norm_inputs(6, 16)
+    traced = torch.compile(
+        lambda *given: norm_residual(*given, dropout_p=dropout_p, training=True), fullgraph=True, backend="aot_eager"
+    )
+    found = traced(*inputs)
+    assert found.shape == (6, 16)
+    if dropout_p == 0.0:
+        assert torch.equal(found, norm_residual(*inputs))
+
+
+def test_a_compiler_never_takes_two_draws_for_one():
+    inputs = norm_inputs(50, 64)
+
+    def twice(*given: torch.Tensor) -> torch.Tensor:
+        return torch.stack([norm_residual(*given, dropout_p=0.5, training=True) for _ in range(2)])
+
+    first, second = torch.compile(twice, fullgraph=True, backend="aot_eager")(*inputs)
+    assert not torch.equal(first, second)
 
 
 def test_name_of_the_op_is_the_function_however_it_was_imported():
@@ -269,6 +303,104 @@ def test_every_row_fits_its_block():
         assert lanes in (1, 2, 4, 8, 16, 32) or (lanes % 32 == 0 and groups == rows == 1), hidden
         assert 32 <= lanes * groups <= 512, hidden
         assert -(-hidden // lanes) * rows <= 18, hidden  # elements of x that a thread holds
+
+
+# The device code, on the host
+
+
+def philox_rounds(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
+    """Philox 4x32-10 as its paper has it (Salmon et al., SC 2011): another writing than the device's."""
+    low = np.uint64(0xFFFFFFFF)
+    keys = [np.uint64(word) for word in key]
+    for _ in range(10):
+        products = [np.uint64(0xD2511F53) * counter[0], np.uint64(0xCD9E8D57) * counter[2]]
+        high, rest = [product >> np.uint64(32) for product in products], [product & low for product in products]
+        counter = [high[1] ^ counter[1] ^ keys[0], rest[1], high[0] ^ counter[3] ^ keys[1], rest[0]]
+        keys = [(word + np.uint64(step)) & low for word, step in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True)]
+    return counter
+
+
+def philox(seed: int, offset: int, n: int) -> np.ndarray:
+    """The first n numbers in [0, 1) after `offset` blocks."""
+    blocks = np.arange(offset, offset + -(-n // 4), dtype=np.uint64)
+    nothing = np.zeros_like(blocks)
+    counter = [blocks & np.uint64(0xFFFFFFFF), blocks >> np.uint64(32), nothing, nothing]
+    words = np.stack(philox_rounds(counter, [seed & 0xFFFFFFFF, seed >> 32]), axis=1).reshape(-1)[:n]
+    return (words >> np.uint64(8)).astype(np.float64) / 2**24
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        (0x00000000, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (0xFFFFFFFF, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    ],
+)
+def test_the_expected_numbers_are_philox(word, expected):
+    """Known answers of Random123 (kat_vectors): counter and key of zeros, of ones."""
+    found = philox_rounds([np.array([word], dtype=np.uint64) for _ in range(4)], [word, word])
+    assert [int(value[0]) for value in found] == expected
+
+
+def on_host(inputs: NormInputs, *, facts: bool = True, seed: int = 0) -> torch.Tensor:
+    kernel = host_kernel("fused_norm_residual", facts=facts, hidden=inputs.x.shape[1], dtype=NAMES[inputs.x.dtype])
+    out = poisoned(inputs.x)
+    kernel(*inputs, out, inputs.x.shape[0], 1e-5, seed=seed)
+    return out
+
+
+def dropped_on_host(inputs: NormInputs, state: tuple[int, int], p: float, *, facts: bool = True) -> torch.Tensor:
+    kernel = host_kernel("fused_norm_residual_dropout", facts=facts, hidden=inputs.x.shape[1])
+    out = poisoned(inputs.x)
+    kernel(*inputs, out, torch.tensor(state), inputs.x.shape[0], 1e-5, p)
+    return out
+
+
+@pytest.mark.parametrize(("hidden", "facts"), [(1, True), (7, True), (64, True), (128, True), (129, False), (600, True)])
+def test_device_code_against_float64(hidden, facts):
+    inputs = norm_inputs(5, hidden)
+    compare.assert_within(on_host(inputs, facts=facts, seed=hidden), in_float64(inputs), compare.NORM_RESIDUAL_F32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [7, 64, 128, 256, 1000])
+def test_device_code_in_half_types_rounds_once(dtype, hidden):
+    inputs = norm_inputs(5, hidden, dtype=dtype)
+    inputs = inputs._replace(gamma=inputs.gamma.float(), beta=inputs.beta.float())
+    compare.assert_within_relative(on_host(inputs), in_float64(inputs), compare.RELATIVE["norm_residual", dtype])
+
+
+@pytest.mark.parametrize("state", [(0, 0), (1234, 7), (2**40 + 5, 2**33 + 1)])
+@pytest.mark.parametrize(("hidden", "facts"), [(128, True), (64, False), (7, True), (600, True)])
+def test_the_mask_depends_on_seed_offset_and_element_alone(hidden, facts, state):
+    n, p = 9, 0.4
+    mask = torch.from_numpy(philox(*state, n * hidden) >= np.float32(p)).view(n, hidden)
+    inputs = norm_inputs(n, hidden)
+    flat = inputs._replace(gamma=torch.zeros(hidden), beta=torch.ones(hidden), residual=torch.zeros(n, hidden))
+    scale = torch.tensor(1.0) / (1.0 - torch.tensor(p))
+    assert torch.equal(dropped_on_host(flat, state, p, facts=facts), torch.where(mask, scale, 0.0))
+    kept = torch.where(mask, (in_float64(inputs) - inputs.residual) / (1 - p), 0.0) + inputs.residual
+    compare.assert_within(dropped_on_host(inputs, state, p, facts=facts), kept, 2 * compare.NORM_RESIDUAL_F32)
+
+
+def test_nothing_or_everything_dropped():
+    inputs = norm_inputs(6, 128)
+    assert torch.equal(dropped_on_host(inputs, (1, 2), 0.0), on_host(inputs))
+    assert torch.equal(dropped_on_host(inputs, (1, 2), 1.0), inputs.residual)
+
+
+def test_advancing_the_state_draws_what_comes_next():
+    state = torch.tensor([5, 10])
+    host_kernel("philox_advance")(state, 32)
+    assert state.tolist() == [5, 42]
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(("hidden", "dtype"), [(128, "float32"), (256, "bfloat16"), (1000, "float32")])
+def test_dropout_spills_nothing(arch, hidden, dtype, tmp_path):
+    code = device_code("fused_norm_residual_dropout", tmp_path, arch=arch, hidden=hidden, dtype=dtype)
+    assert (code.resources["spill_bytes"], code.resources["stack_bytes"]) == (0, 0)
 
 
 # The kernel, on a GPU
@@ -405,3 +537,69 @@ def test_kernel_beyond_two_to_the_31_elements(device):
     tail = inputs._replace(residual=torch.zeros_like(inputs.x))
     compare.assert_within(actual[-3:], in_float64(tail), compare.NORM_RESIDUAL_F32)
     assert torch.equal(actual[0], inputs.beta)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("hidden", [7, 64, 128, 1000, 8192])
+def test_kernel_in_half_types(device, dtype, hidden):
+    inputs = norm_inputs(129, hidden, dtype=dtype, device=device)
+    assert reason_for_reference(inputs.x) is None
+    compare.assert_within_relative(norm_residual(*inputs), in_float64(inputs), compare.RELATIVE["norm_residual", dtype])
+
+
+def mask_of(n: int, hidden: int, p: float, device: str) -> torch.Tensor:
+    zeros = torch.zeros(n, hidden, device=device)
+    flat = (zeros, zeros, torch.zeros(hidden, device=device), torch.ones(hidden, device=device))
+    return norm_residual(*flat, dropout_p=p, training=True) != 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "hidden"), [(100, 32), (337, 128), (5, 7), (4096, 256)])
+def test_dropout_on_the_device(device, n, hidden):
+    p, inputs = 0.5, norm_inputs(n, hidden, device=device)
+    torch.manual_seed(3)
+    mask = mask_of(n, hidden, p, device)
+    expected = torch.from_numpy(philox(3, 0, n * hidden) >= p).view(n, hidden).to(device)
+    assert torch.equal(mask, expected)
+    torch.manual_seed(3)
+    found = norm_residual(*inputs, dropout_p=p, training=True)
+    y = in_float64(inputs) - inputs.residual
+    compare.assert_within(found, torch.where(mask, y / (1 - p), 0.0) + inputs.residual, 2 * compare.NORM_RESIDUAL_F32)
+    assert not torch.equal(mask_of(n, hidden, p, device), mask), "the next call draws others"
+
+
+@pytest.mark.gpu
+def test_dropout_follows_torchs_generator(device):
+    torch.manual_seed(7)
+    first = [mask_of(50, 64, 0.5, device) for _ in range(2)]
+    torch.manual_seed(7)
+    again = [mask_of(50, 64, 0.5, device), torch.rand(1000, device=device), mask_of(50, 64, 0.5, device)]
+    assert torch.equal(first[0], again[0])
+    assert not torch.equal(first[1], again[2]), "torch drew in between"
+    state = torch.cuda.get_rng_state()
+    expected = mask_of(50, 64, 0.5, device)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(mask_of(50, 64, 0.5, device), expected)
+
+
+@pytest.mark.gpu
+def test_each_replay_of_a_graph_draws_another_mask(device):
+    x = torch.zeros(64, 128, device=device)
+    arguments = (x, x, torch.zeros(128, device=device), torch.ones(128, device=device))
+    norm_residual(*arguments, dropout_p=0.5, training=True)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        out = norm_residual(*arguments, dropout_p=0.5, training=True)
+    masks = []
+    for _ in range(3):
+        captured.replay()
+        masks.append(out.clone())
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+
+
+@pytest.mark.gpu
+def test_kernel_is_traced_as_one(device):
+    inputs = norm_inputs(337, 128, device=device)
+    traced = torch.compile(lambda *given: norm_residual(*given) * 2.0, fullgraph=True)
+    compare.assert_within(traced(*inputs), 2.0 * in_float64(inputs), 2 * compare.NORM_RESIDUAL_F32)

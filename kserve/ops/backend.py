@@ -1,0 +1,147 @@
+"""Which implementation serves an op, and how often each one did.
+
+    cuda      the kernel, where it is made for the input; else the reference
+    compiled  the reference under torch.compile
+    pytorch   the reference
+
+A kernel that cannot be had (no compiler, a failed build, a driver that refuses) costs one warning, and the reference serves
+instead; with `strict` it is an error. What is wrong with a call itself is always an error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kserve.config import load_settings
+from kserve.errors import (
+    BuildError,
+    InvalidSpec,
+    LaunchError,
+    LoadError,
+    LockMismatch,
+    ServiceError,
+    StoreError,
+    UnsupportedTarget,
+)
+
+CUDA, COMPILED, PYTORCH = "cuda", "compiled", "pytorch"
+BACKENDS = (PYTORCH, COMPILED, CUDA)
+# What keeps a kernel from being there, as opposed to what is wrong with a call.
+_MISSING = (BuildError, LoadError, LockMismatch, ServiceError, StoreError)
+
+
+class _State:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        settings = load_settings()
+        self.backend = PYTORCH if settings.disable else settings.backend
+        self.is_strict = settings.strict
+        self.given_up: dict[str, str] = {}
+        self.served: Counter[tuple[str, str]] = Counter()
+
+
+_known: _State | None = None  # a global and no cached function: a tracer looks through these
+
+
+def _state() -> _State:
+    global _known  # noqa: PLW0603 - one a process, made when the first op is called
+    if _known is None:
+        _known = _State()
+    return _known
+
+
+def forget() -> None:
+    """Read the settings again at the next call, and count from nothing."""
+    global _known  # noqa: PLW0603 - as above
+    _known = None
+
+
+def set_backend(name: str) -> str:
+    """Let that backend serve every op of this process from now on; the one that was in force.
+
+    Choosing `cuda` also tries the kernels again that could not be had before. Raises: InvalidSpec for another name.
+    """
+    wanted = name.lower() if isinstance(name, str) else name
+    if wanted not in BACKENDS:
+        raise InvalidSpec(f"backend cannot be {name!r}", facts={"allowed": ", ".join(BACKENDS)})
+    state = _state()
+    before, state.backend = state.backend, wanted
+    state.given_up.clear()
+    return before
+
+
+def backend() -> str:
+    """The backend in force."""
+    return _state().backend
+
+
+def served() -> dict[str, dict[str, int]]:
+    """op -> backend -> calls that it really served in this process."""
+    found: dict[str, dict[str, int]] = {}
+    for (op, rung), count in sorted(_state().served.items()):
+        found.setdefault(op, {})[rung] = count
+    return found
+
+
+def given_up() -> dict[str, str]:
+    """op -> why its kernel could not be had; the reference serves it since."""
+    return dict(_state().given_up)
+
+
+def serve(
+    op: str, arguments: tuple[Any, ...], *, kernel: Callable[..., Any], reference: Callable[..., Any], reason: str | None
+) -> Any:
+    """Call what serves.
+
+    Args:
+        kernel, reference: take the arguments.
+        reason: why the kernel is not made for them; None when it is.
+    """
+    state = _state()
+    if state.backend == CUDA and reason is None and op not in state.given_up:
+        try:
+            result = kernel(*arguments)
+        except UnsupportedTarget:  # another device than it is made for, which is the input's matter
+            pass
+        except _MISSING as error:
+            if state.is_strict:
+                raise
+            state.given_up[op] = error.message
+            warnings.warn(f"{op} is served by its reference from now on: {error.message}", RuntimeWarning, stacklevel=3)
+        else:
+            state.served[op, CUDA] += 1
+            return result
+    rung = COMPILED if state.backend == COMPILED else PYTORCH
+    state.served[op, rung] += 1
+    return (_compiled(reference) if rung == COMPILED else reference)(*arguments)
+
+
+@lru_cache(maxsize=64)
+def _compiled(reference: Callable[..., Any]) -> Callable[..., Any]:
+    found: Callable[..., Any] = torch.compile(reference, dynamic=True)
+    return found
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether an op can be run on the spot: it is not traced, and no mode or subclass has to see it."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - no public name tells it
+    )
+
+
+def check_no_gradient(op: str, *tensors: torch.Tensor) -> None:
+    """Raises LaunchError where gradients are recorded and a kernel without one may serve: it would cut the graph in silence."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors) and backend() == CUDA:
+        raise LaunchError(
+            f"{op} has no gradient, and an input requires one",
+            hint="call it under torch.no_grad(), or let torch differentiate it: kserve.ops.set_backend('pytorch')",
+        )

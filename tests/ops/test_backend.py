@@ -1,0 +1,133 @@
+"""Which implementation serves: chosen, fallen back to, counted. Kernels that cannot be had are made by refusing builds."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from kserve.config import load_settings
+from kserve.errors import BuildError, InvalidSpec, LaunchError, NotBuilt, RequestError, UnsupportedTarget
+from kserve.ops import backend as current
+from kserve.ops import edge_features, given_up, served, set_backend
+from kserve.ops.backend import forget, serve
+from tests.support.processes import python
+
+X = torch.ones(3)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    forget()
+    yield
+    forget()
+
+
+def missing(*_: object) -> None:
+    raise NotBuilt("no compiler here")
+
+
+def call(kernel, *, reason: str | None = None, op: str = "op"):
+    return serve(op, (X,), kernel=kernel, reference=lambda x: x + 1, reason=reason)
+
+
+def test_the_kernel_serves_what_it_is_made_for():
+    assert torch.equal(call(lambda x: x * 7), X * 7)
+    assert torch.equal(call(lambda x: x * 7, reason="on the CPU"), X + 1)
+    assert served() == {"op": {"cuda": 1, "pytorch": 1}}
+
+
+def test_a_backend_can_be_chosen_in_any_case_and_says_what_it_replaces():
+    assert current() == "cuda"
+    assert set_backend("PyTorch") == "cuda"
+    assert torch.equal(call(missing), X + 1)
+    assert set_backend("compiled") == "pytorch"
+    assert torch.equal(call(missing), X + 1)
+    assert served() == {"op": {"compiled": 1, "pytorch": 1}}
+
+
+@pytest.mark.parametrize("name", ["triton", "", None])
+def test_another_backend_is_refused_with_the_allowed_ones(name):
+    with pytest.raises(InvalidSpec) as refused:
+        set_backend(name)
+    assert "pytorch" in refused.value.facts["allowed"]
+    assert isinstance(refused.value, ValueError)
+
+
+def test_a_kernel_that_cannot_be_had_costs_one_warning():
+    with pytest.warns(RuntimeWarning, match="op is served by its reference from now on: no compiler here"):
+        assert torch.equal(call(missing), X + 1)
+    with warnings.catch_warnings(record=True) as later:
+        assert torch.equal(call(lambda x: x * 7), X + 1)
+    assert later == []
+    assert given_up() == {"op": "no compiler here"}
+    assert torch.equal(call(lambda x: x * 7, op="another"), X * 7)
+    set_backend("cuda")
+    assert torch.equal(call(lambda x: x * 7), X * 7), "chosen again, tried again"
+
+
+@pytest.mark.parametrize("variables", [{"KSERVE_STRICT": "1"}, {"WORLD_SIZE": "2"}])
+def test_strict_raises_what_the_kernel_raised(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BuildError, match="no compiler here"):
+        call(missing)
+    assert torch.equal(call(missing, reason="on the CPU"), X + 1), "the input's matter stays"
+
+
+def test_one_rank_among_many_may_be_told_to_fall_back(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("KSERVE_STRICT", "0")
+    with pytest.warns(RuntimeWarning):
+        call(missing)
+
+
+def test_another_target_is_the_inputs_matter(monkeypatch):
+    monkeypatch.setenv("KSERVE_STRICT", "1")
+
+    def elsewhere(*_: object) -> None:
+        raise UnsupportedTarget("not made for sm_75")
+
+    assert torch.equal(call(elsewhere), X + 1)
+    assert given_up() == {}
+
+
+def test_an_error_of_the_call_is_never_swallowed():
+    def wrong(*_: object) -> None:
+        raise LaunchError("x lies elsewhere")
+
+    with pytest.raises(LaunchError):
+        call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "cuda"),
+        ({"KSERVE_BACKEND": "PyTorch"}, "pytorch"),
+        ({"QECDEC_BACKEND": "compiled"}, "compiled"),
+        ({"KSERVE_BACKEND": "cuda", "QECDEC_BACKEND": "pytorch"}, "cuda"),
+        ({"KSERVE_DISABLE": "1"}, "pytorch"),
+        ({"KSERVE_DISABLE": "1", "KSERVE_BACKEND": "cuda"}, "pytorch"),
+    ],
+)
+def test_the_environment_chooses(monkeypatch, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert current() == expected
+
+
+def test_an_unusable_value_names_its_variable():
+    with pytest.raises(RequestError, match="QECDEC_BACKEND"):
+        load_settings(environ={"QECDEC_BACKEND": "fast"})
+
+
+def test_what_an_op_served_is_counted():
+    edge_features(torch.ones(2, 4), torch.zeros(2, 3, dtype=torch.int64), torch.ones(3, 4))
+    assert served() == {"edge_features": {"pytorch": 1}}
+
+
+def test_the_name_of_the_function_and_of_its_module_do_not_fight():
+    code = "import kserve.ops.backend; import kserve.ops; print(kserve.ops.backend(), kserve.ops.served())"
+    assert python(code).stdout.strip() == "cuda {}"
