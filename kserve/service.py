@@ -28,6 +28,7 @@ from kserve.errors import (
     StoreError,
 )
 from kserve.key import canonical_json, differences, digest_of
+from kserve.knobs import shown
 from kserve.lockfile import read_lock
 from kserve.ownership import identities
 from kserve.protocol import Pending, Resolved
@@ -115,7 +116,7 @@ class KernelService:
             _outcome(item, tasks[item.id], plan, client) if isinstance(item, Lease) else item
             for item, plan in zip(found, plans, strict=True)
         ]
-        await self.planner.keep_alias(request, [resolved.manifest for resolved in answer])
+        await self.planner.keep_alias(request, plans[0], [resolved.manifest for resolved in answer])
         return answer
 
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
@@ -133,7 +134,7 @@ class KernelService:
         self.upkeep.touch(plan.key)
         origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
         logger.debug("hit key=%s name=%s target=%s", plan.key[:12], plan.name, plan.target)
-        return Resolved(manifest, origin, seconds)
+        return Resolved(manifest, origin, seconds, plan.choice.is_tuned, plan.choice.base)
 
     def _is_of(self, plan: Plan, manifest: Manifest) -> bool:
         """Whether the entry under the plan's key was made of the plan's components: a key is a hash, they are the proof."""
@@ -176,8 +177,9 @@ class KernelService:
             manifest = await asyncio.to_thread(self._publish, plan, _built(built), staging, lease)
             self.counters["built"] += 1
             logger.info(
-                'built key=%s name=%s target=%s variant=%s seconds=%.2f size_bytes=%d reason="%s"',
-                *(plan.key[:12], plan.name, plan.target, plan.variant, lease.elapsed_s, manifest.size_bytes, lease.reason),
+                'built key=%s name=%s target=%s variant=%s knobs="%s" seconds=%.2f size_bytes=%d reason="%s"',
+                *(plan.key[:12], plan.name, plan.target, plan.variant, shown(plan.knobs)),
+                *(lease.elapsed_s, manifest.size_bytes, lease.reason),
             )
             return manifest
         except BuildError as error:
@@ -318,12 +320,13 @@ def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str
             facts={"key": plan.key},
             hint="call again",
         )
-    return Resolved(manifest, lease.origin_for(client), lease.seconds)
+    return Resolved(manifest, lease.origin_for(client), lease.seconds, plan.choice.is_tuned, plan.choice.base)
 
 
 def _named(error: BuildError, plan: Plan) -> BuildError:
     """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
-    facts = {"spec": canonical_json(plan.spec), "key": plan.key, **error.facts}
+    knobs = {"knobs": shown(plan.knobs)} if plan.knobs else {}
+    facts = {"spec": canonical_json(plan.spec), **knobs, "key": plan.key, **error.facts}
     return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)
 
 
