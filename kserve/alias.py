@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kserve.artifact import COMPACT_FORM
 from kserve.key import canonical_json, digest_of, sealed, unsealed
 
-ALIAS_SCHEMA = 1
+ALIAS_SCHEMA = 2
 # More files than this around one kernel: stamping them costs more than asking.
 _MOST_STAMPS = 2000
 # File systems count time in ticks of up to 10 ms: a file younger than this may change again under the same stamp.
@@ -27,14 +27,29 @@ _BYTECODE = "__pycache__"
 Stamps = dict[str, list[int]]
 
 
-class Alias(NamedTuple):
-    """What a request gave.
+class Signpost(NamedTuple):
+    """What decides about the values of a kernel's knobs, so that a client can tell which of several answers is its own.
 
     Fields:
-        variants:  their manifests in short (`artifact.compact`), the declared facts first.
+        base:      of its tunings (`tuning.candidates`).
+        variables: knob -> environment variables that override it, the strongest first.
+        sizes:     the names that `sizes` may have.
+    """
+
+    base: str
+    variables: dict[str, list[str]]
+    sizes: list[str]
+
+
+class Alias(NamedTuple):
+    """What a request gave. A kernel with knobs has one alias that is a signpost, and an answer for each choice of values.
+
+    Fields:
+        variants:  their manifests in short (`artifact.compact`), the declared facts first; none at a signpost.
         language:  of the kernel; `version` of the compiler that a process which imported another one must not use.
         toolchain: digest of the record with the stamps of the compiler's own files.
         stamps:    of everything the answer was read from.
+        behind:    the signpost that leads here; empty for none.
     """
 
     variants: list[list[Any]]
@@ -42,6 +57,8 @@ class Alias(NamedTuple):
     version: str
     toolchain: str
     stamps: Stamps
+    signpost: Signpost | None = None
+    behind: str = ""
 
 
 def request_digest(
@@ -51,6 +68,11 @@ def request_digest(
     plain = {axis: value if isinstance(value, bool | int | str) else _plain(value) for axis, value in spec.items()}
     place = [environment["python"], environment["python_path"], environment.get("cuda_home", "")]
     return digest_of(canonical_json([ALIAS_SCHEMA, COMPACT_FORM, name, plain, target, roots, place]).encode())
+
+
+def answer_digest(request: str, values: Mapping[str, int]) -> str:
+    """The name of the alias behind a signpost for these values of knobs."""
+    return digest_of(canonical_json([request, dict(values)]).encode())
 
 
 def _plain(value: object) -> int | str:
@@ -72,7 +94,8 @@ def alias_from_bytes(content: bytes) -> Alias | None:
     if plain is None or plain.pop("schema", None) != ALIAS_SCHEMA:
         return None
     try:
-        return Alias(**plain)
+        alias = Alias(**plain)
+        return alias._replace(signpost=alias.signpost and Signpost(*alias.signpost))
     except TypeError:
         return None
 

@@ -52,6 +52,8 @@ class Contract(NamedTuple):
         grid, block, shared_bytes: expressions over integer parameters and constants; grid in programs, block in threads.
         scratch_bytes:  per block, for each `scratch` parameter in order.
         minimum_driver: the oldest driver, as cuDriverGetVersion counts (13000 is 13.0); 0 for none.
+        knobs:          those of the constants that are knobs.
+        tuned:          names in `grid` that follow from a knob: a caller's own grid has to follow them too.
         needs:          what a process must have to load a library: `torch`, `python`, `cxx`, `codes`, `libraries`, `glibc`, …
     """
 
@@ -64,6 +66,8 @@ class Contract(NamedTuple):
     shared_bytes: str = "0"
     scratch_bytes: tuple[int, ...] = ()
     minimum_driver: int = 0
+    knobs: tuple[str, ...] = ()
+    tuned: tuple[str, ...] = ()
     needs: Mapping[str, str] = {}
 
 
@@ -159,6 +163,8 @@ def from_compact(found: list[Any], read: Callable[[str], Manifest]) -> Manifest:
             grid=tuple(contract.grid),
             block=tuple(contract.block),
             scratch_bytes=tuple(contract.scratch_bytes),
+            knobs=tuple(contract.knobs),
+            tuned=tuple(contract.tuned),
         )
         manifest = manifest._replace(contract=contract)
         _check_names(manifest.contract)
@@ -189,10 +195,11 @@ def contract_from_json(plain: dict[str, Any]) -> Contract:
     Raises: CorruptArtifact for a name no launch code may hold; KeyError, TypeError for another shape.
     """
     fields = {**plain, "params": tuple(Param(**param) for param in plain["params"])}
-    for field in ("grid", "block", "scratch_bytes"):
-        if not isinstance(plain[field], list | tuple):  # a text would become its characters
-            raise TypeError(f"{field} is {plain[field]!r}")
-        fields[field] = tuple(plain[field])
+    for field in ("grid", "block", "scratch_bytes", "knobs", "tuned"):
+        value = plain.get(field, ()) if field in ("knobs", "tuned") else plain[field]  # an older one has no knobs
+        if not isinstance(value, list | tuple):  # a text would become its characters
+            raise TypeError(f"{field} is {value!r}")
+        fields[field] = tuple(value)
     contract = Contract(**fields)
     _check_names(contract)
     return contract
@@ -228,6 +235,7 @@ def _check_types(manifest: Manifest) -> None:
     texts = [manifest.name, manifest.language, manifest.target, manifest.variant, manifest.reason]
     texts += [contract.symbol, contract.format, contract.shared_bytes, *contract.grid, *contract.block]
     labelled += (*contract.needs.items(),)
+    texts += [*contract.knobs, *contract.tuned]
     texts += [text for pair in labelled for text in pair] + [text for p in params for text in (p.name, p.kind, p.dtype)]
     whole = [manifest.size_bytes, contract.minimum_driver, *contract.scratch_bytes, *manifest.resources.values()]
     whole += [number for p in params for number in (p.offset, p.size_bytes, p.align, p.divisible_by)]

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from kserve.config import Settings, built_in_roots
+from kserve.config import Settings, built_in_roots, is_setting
 from kserve.definition import Entry, KernelDef
 from kserve.errors import InvalidDefinition, UnknownKernel, closest
 from kserve.kernel_toml import read_definition
 from kserve.key import digest_of
+from kserve.knobs import Override, check_override, variables_of
 from kserve.outline import FILE_NAME, Outline, read_outline
 from kserve.target import parse_target
 
@@ -24,21 +25,31 @@ _LARGEST_FILE_BYTES = 4 << 20
 
 
 class Found(NamedTuple):
-    """One entry where it was found, with the files a build of it may read: relative name -> bytes."""
+    """One entry where it was found.
+
+    Fields:
+        files:     what a build of it may read: relative name -> bytes.
+        variables: knob -> environment variables that override it, the strongest first.
+    """
 
     name: str
     folder: Path
     files: dict[str, bytes]
+    variables: dict[str, list[str]]
 
     @property
     def digests(self) -> dict[str, str]:
         return {name: digest_of(content) for name, content in self.files.items()}
 
-    def check(self, spec: Mapping[str, object], target: str) -> None:
-        """Raises what the service would refuse, with this machine's paths in it: the better message for a person."""
+    def check(self, spec: Mapping[str, object], target: str, overrides: Mapping[str, Override] | None = None) -> None:
+        """Raises what the service would refuse, with this machine's paths and variables in it: the better message."""
         definition = definition_of(self.folder)
-        definition.resolve_target(definition.entries[self.name], parse_target(target))
-        definition.specialise(definition.entries[self.name], spec)
+        entry = definition.entries[self.name]
+        definition.resolve_target(entry, parse_target(target))
+        for knob, override in (overrides or {}).items():
+            check_override(entry.knobs[knob], override)
+        chosen = {knob: override.value or 0 for knob, override in (overrides or {}).items()}
+        definition.specialise(entry, spec, chosen)
 
 
 def find(name: str, settings: Settings) -> Found:
@@ -56,9 +67,15 @@ def find(name: str, settings: Settings) -> Found:
             raise InvalidDefinition(f"kernel {name} is defined in {len(holders)} folders: {places}")
         if holders:
             folder, outline = holders[0]
-            return Found(name, folder, collect_files(folder, outline))
+            return Found(name, folder, collect_files(folder, outline), overridable(name, folder, dict(outline.knobs)))
     known = sorted(entry.name for _, _, entry in every_entry(settings))
     raise UnknownKernel(f"no kernel is called {name!r}: {closest(name, known)}", hint="kserve kernels lists them all")
+
+
+def overridable(name: str, folder: Path, aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """The environment variables that override each knob of an entry, the strongest first; a setting's is none."""
+    found = variables_of(name, folder.name, aliases)
+    return {knob: [variable for variable in variables if not is_setting(variable)] for knob, variables in found.items()}
 
 
 def every_entry(settings: Settings, broken: list[InvalidDefinition] | None = None) -> list[tuple[Path, KernelDef, Entry]]:

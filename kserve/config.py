@@ -220,6 +220,16 @@ def usable_cores() -> int:
         return cores
 
 
+def environment_variables() -> dict[str, str]:
+    """The environment as it is now: a kernel's definition says which variables override its knobs."""
+    return dict(os.environ)
+
+
+def is_setting(variable: str) -> bool:
+    """Whether a setting has that environment variable: it is nothing else's then."""
+    return any(variable == name for name, _, _ in _VARIABLES.values())
+
+
 def built_in_roots() -> tuple[Path, ...]:
     """The folders of the built-in kernels: beside the package in a checkout, inside it in a wheel."""
     for base in (_PACKAGE.parent, _PACKAGE / "_kernels"):

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget
+from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget, closest
 from kserve.expression import Expression
+from kserve.knobs import Knob, Values, settle
 from kserve.spec import AXIS_TYPES, SCALARS, Axis, Spec, normalise_spec
 from kserve.target import Target, host
 
@@ -16,9 +17,9 @@ EXTENSION = "torch-extension"
 LANGUAGES = ("cuda", "triton", EXTENSION)
 FEATURES = ("none", "arch", "family")
 FIELDS = {
-    "definition": "schema language sources headers shared_headers spec derived options target entry",
+    "definition": "schema language sources headers shared_headers spec knobs derived options target entry",
     "target": "cuda features hip",
-    "entry": "name summary function arguments launch",
+    "entry": "name summary function knob_defaults arguments launch",
     "extension": "name summary",  # its entry
 }
 AXIS_FIELDS = {kind: "type min max values default" if kind == "int" else "type values default" for kind in AXIS_TYPES}
@@ -112,10 +113,21 @@ class Entry(NamedTuple):
     function: str
     arguments: tuple[Argument, ...]
     launch: Launch
+    knobs: Mapping[str, Knob] = {}
 
     @property
     def has_facts(self) -> bool:
         return any(argument.has_fact for argument in self.arguments)
+
+    @property
+    def size_names(self) -> list[str]:
+        """What `sizes` may name: the integer arguments."""
+        return [argument.name for argument in self.arguments if SCALARS.get(argument.kind, "float")[0] in "iu"]
+
+    def check_size(self, name: str) -> None:
+        """Raises InvalidSpec for a name that no size has."""
+        if name not in self.size_names:
+            raise InvalidSpec(f"{self.name} has no size {name!r}: {closest(name, self.size_names)}")
 
 
 class KernelDef(NamedTuple):
@@ -132,16 +144,24 @@ class KernelDef(NamedTuple):
     minimum_cuda: int | None
     hip: tuple[str, ...]
     entries: dict[str, Entry]
+    constraints: tuple[Expression, ...] = ()  # over axes and knobs
 
-    def specialise(self, entry: Entry, wanted: Mapping[str, object]) -> Spec:
+    def knob_values(self, entry: Entry, spec: Mapping[str, object], chosen: Values) -> dict[str, int]:
+        """Every knob of the entry with its value under that spec. Raises: InvalidSpec."""
+        return settle(entry.name, entry.knobs, self.constraints, spec=spec, chosen=chosen)
+
+    def specialise(self, entry: Entry, wanted: Mapping[str, object], chosen: Values | None = None) -> Spec:
         """The full spec: the caller's values, defaults, then derived axes.
 
+        Args:
+            chosen: values of knobs; the others have their defaults.
         Raises: InvalidSpec.
         """
         spec = normalise_spec(entry.name, self.axes, wanted)
+        knobs = self.knob_values(entry, spec, chosen or {})
         for name, expression in self.derived.items():
             try:
-                spec[name] = expression.evaluate(spec)
+                spec[name] = expression.evaluate({**spec, **knobs})
             except InvalidDefinition as error:
                 raise InvalidSpec(f"derived axis {name} of {entry.name}: {error.message}") from None
         return spec

@@ -8,6 +8,7 @@ KserveError
 │   └── UnsupportedTarget
 ├── BuildError          the request was right, the build was not; also a RuntimeError
 │   ├── CompileFailed
+│   │   └── DoesNotFit      it compiles, and needs more than a block of its target has
 │   ├── BuildTimeout
 │   ├── NotBuilt
 │   └── ToolchainMissing
@@ -95,6 +96,10 @@ class CompileFailed(BuildError):
     code = "compile-failed"
 
 
+class DoesNotFit(CompileFailed):
+    code = "does-not-fit"
+
+
 class BuildTimeout(BuildError):
     code = "build-timeout"
 
@@ -157,6 +162,7 @@ STATUS: dict[str, tuple[int, int]] = {
     "unsupported-target": (422, 2),
     "build-failed": (424, 4),
     "compile-failed": (424, 4),
+    "does-not-fit": (424, 4),
     "build-timeout": (504, 4),
     "not-built": (404, 4),
     "toolchain-missing": (424, 4),

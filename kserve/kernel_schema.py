@@ -33,6 +33,7 @@ from kserve.definition import (
 )
 from kserve.expression import LONGEST
 from kserve.key import canonical_json
+from kserve.knobs import CONSTRAINTS, KNOB_ALIAS, KNOB_FIELDS, KNOB_NAME
 from kserve.spec import AXIS_TYPES, DTYPES, NAME, REFUSED_NAMES, STRING
 from kserve.target import CUDA_BASE, HIP_ARCH
 
@@ -109,7 +110,7 @@ def _of_language(language: str) -> Schema:
     launch = {**_only(LAUNCH_FIELDS[language]), "required": ["grid"] if language == "triton" else ["grid", "block"]}
     target: Schema = {} if language == "triton" else {"required": ["cuda"], "properties": {"hip": {"maxItems": 0}}}
     target |= {"anyOf": [{"required": ["cuda"]}, {"required": ["hip"], "properties": {"hip": {"minItems": 1}}}]}
-    needed = FIELDS["entry"].split()
+    needed = [field for field in FIELDS["entry"].split() if field != "knob_defaults"]
     of_entry = {"name": _text(ENTRY_NAME.pattern), "arguments": {"items": argument}, "launch": launch}
     entry = {"properties": of_entry, "required": needed}
     narrowed = {"options": _only(OPTION_FIELDS[language]), "target": target, "entry": {"items": entry}}
@@ -119,6 +120,7 @@ def _of_language(language: str) -> Schema:
 def _of_extension() -> Schema:
     """An extension has neither arguments nor a launch, and a target only where it has device code."""
     narrowed = {
+        "knobs": {"maxProperties": 0},
         "options": _only(OPTION_FIELDS[EXTENSION]),
         "target": {"properties": {"hip": {"maxItems": 0}}},
         "entry": {"items": {**_only(FIELDS["extension"]), "properties": {"name": _text(MODULE_NAME.pattern)}}},
@@ -128,6 +130,7 @@ def _of_extension() -> Schema:
 
 _BOOLEAN = {"type": "boolean"}
 _INTEGER = {"type": "integer"}
+_COUNT = {**_INTEGER, "minimum": 0}
 _EXPRESSION = {"$ref": "#/$defs/expression"}
 _EXPRESSIONS = _items(_EXPRESSION, minItems=1, maxItems=3)
 _FILES = _items({"type": "string", "pattern": r"^(?!/)(?!(.*/)?\.\.(/|$))[^\\]+$"})
@@ -162,22 +165,39 @@ _ARGUMENT = {
         "The fact that the integer is divisible by this; 0 for none.", {**_INTEGER, "minimum": 0, "not": {"const": 1}}
     ),
     "size_bytes": _said("Of a struct, which is passed as bytes.", {**_INTEGER, "minimum": 1, "maximum": LARGEST_STRUCT_BYTES}),
-    "value": _said("An expression over the spec.", _EXPRESSION),
+    "value": _said("An expression over the spec and the knobs.", _EXPRESSION),
 }
 _NEEDED: dict[str, Schema] = {
     "pointer": {"required": ["dtype"]},
     "struct": {"required": ["size_bytes"]},
     "constexpr": {"required": ["value"]},
 }
+_KNOB = {
+    "values": _said(
+        "What kserve tune tries; all that is allowed without a range.", _items(_COUNT, minItems=1, uniqueItems=True)
+    ),
+    "min": _said("With it or max every number of the range is allowed too.", _COUNT),
+    "max": _said("With it or min every number of the range is allowed too.", _COUNT),
+    "default": _said("An expression over the axes.", _EXPRESSION),
+    "alias": _said(
+        "A further environment variable that overrides it.", {"type": "string", "pattern": f"^({KNOB_ALIAS.pattern})?$"}
+    ),
+}
 _LAUNCH = {
-    "grid": _said("One to three expressions over the spec and the integer arguments.", _EXPRESSIONS),
+    "grid": _said("One to three expressions over the spec, the knobs and the integer arguments.", _EXPRESSIONS),
     "block": _said("Threads of a block: one to three expressions.", _EXPRESSIONS),
     "shared_bytes": _said("Dynamic shared memory of a block.", _EXPRESSION),
 }
 _ENTRY = {
     "name": _said("What get_kernel is asked for.", {"type": "string"}),
     "summary": _said("One line.", {"type": "string"}),
-    "function": _said("The function's name; in CUDA {axis} stands for a value of the spec.", {"type": "string"}),
+    "function": _said("The function's name; in CUDA {axis} stands for a value of the spec or a knob.", {"type": "string"}),
+    "knob_defaults": {
+        "description": "Defaults of knobs that are this entry's own.",
+        "type": "object",
+        "propertyNames": _text(KNOB_NAME.pattern),
+        "additionalProperties": _EXPRESSION,
+    },
     "arguments": _said("The function's parameters in order.", _items({"$ref": "#/$defs/argument"})),
     "launch": _said("How it is launched.", _table(" ".join(LAUNCH_FIELDS.values()), _LAUNCH)),
 }
@@ -211,8 +231,15 @@ _DEFINITION = {
         "propertyNames": _AXIS_NAME,
         "additionalProperties": {"$ref": "#/$defs/axis"},
     },
+    "knobs": {
+        "description": "What a tuning may choose, and what must hold between the choices.",
+        "type": "object",
+        "properties": {CONSTRAINTS: _said("Expressions over axes and knobs that must not be 0.", _items(_EXPRESSION))},
+        "patternProperties": {f"^{KNOB_NAME.pattern}$": _table(KNOB_FIELDS, _KNOB, required="values default")},
+        "additionalProperties": False,
+    },
     "derived": {
-        "description": "Further integer axes, expressions over the axes and those above.",
+        "description": "Further integer axes, expressions over the axes, the knobs and those above.",
         "type": "object",
         "propertyNames": _AXIS_NAME,
         "additionalProperties": _EXPRESSION,

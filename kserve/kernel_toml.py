@@ -34,6 +34,7 @@ from kserve.definition import (
 from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget
 from kserve.expression import Expression
 from kserve.extension_toml import extension_entry, extension_options
+from kserve.knobs import Knob, read_defaults, read_knobs
 from kserve.outline import read_toml, stays_inside
 from kserve.spec import AXIS_TYPES, DTYPES, RESERVED, SCALARS, Axis, SpecValue, check_axis_name, is_plain_name
 from kserve.target import Target, parse_target
@@ -46,8 +47,7 @@ def read_definition(content: bytes, *, origin: str) -> KernelDef:
     Args:
         content: the file's bytes.
         origin:  what an error calls the file.
-    Raises:
-        InvalidDefinition: names file, field, value and what is allowed.
+    Raises: InvalidDefinition naming file, field, value and what is allowed.
     """
     try:
         return _definition(_Table(read_toml(content), ""))
@@ -56,17 +56,16 @@ def read_definition(content: bytes, *, origin: str) -> KernelDef:
 
 
 def _definition(table: _Table) -> KernelDef:
-    schema = table.take("schema", int, "1")
-    if schema != 1:
+    if (schema := table.take("schema", int, "1")) != 1:
         raise table.fail("schema", schema, "1")
     language = table.choice("language", LANGUAGES)
     axes = _axes(table.table("spec", {}))
-    derived: dict[str, Expression] = {}
-    names = set(axes)
+    knobs, constraints = read_knobs(_knobs(table, language), set(axes))
+    names, derived = {*axes, *knobs}, dict[str, Expression]()
     for name, value in table.table("derived", {}).content.items():
         _check_axis_name(table, f"derived.{name}", name)
-        if name in axes:
-            raise table.fail(f"derived.{name}", value, "a name that no axis has")
+        if name in names:
+            raise table.fail(f"derived.{name}", value, "a name that no axis or knob has")
         derived[name] = table.expression(f"derived.{name}", value, names)
         names.add(name)
     minimum_cuda, features, hip = _targets(table.table("target", {} if language == EXTENSION else ...), language)
@@ -74,7 +73,7 @@ def _definition(table: _Table) -> KernelDef:
     for position, content in enumerate(table.take("entry", list, "one or more [[entry]] tables")):
         if not isinstance(content, dict):
             raise table.fail("entry", content, "one or more [[entry]] tables")
-        entry = _entry(_Table(content, f"entry[{position}]."), language, axes, names)
+        entry = _entry(_Table(content, f"entry[{position}]."), language, axes, names, knobs=knobs)
         if entry.name in entries:
             raise table.fail(f"entry[{position}].name", entry.name, "a name no other entry has")
         entries[entry.name] = entry
@@ -90,11 +89,19 @@ def _definition(table: _Table) -> KernelDef:
         minimum_cuda=minimum_cuda,
         hip=hip,
         entries=entries,
+        constraints=constraints,
     )
     if not found.sources or not entries:
         raise table.fail("sources" if not found.sources else "entry", [], "at least one")
     table.end(FIELDS["definition"])
     return found
+
+
+def _knobs(table: _Table, language: str) -> _Table:
+    stated = table.take("knobs", dict, "a table", {})
+    if language == EXTENSION and stated:
+        raise table.fail("knobs", stated, "nothing: an extension has none")
+    return _Table(stated, "knobs.")
 
 
 def _relative(table: _Table, field: str, default: Any = ...) -> tuple[str, ...]:
@@ -159,11 +166,8 @@ def _targets(table: _Table, language: str) -> tuple[int | None, str, tuple[str, 
         raise table.fail("cuda", cuda, "the oldest arch, such as sm_80")
     table.end(FIELDS["target"])
     oldest = None if cuda is None else _arch(table, "cuda", cuda, "sm_NN without a suffix")
-    return (
-        (oldest.capability if oldest else None),
-        features,
-        tuple(_arch(table, "hip", arch, "gfx arches").arch for arch in hip),
-    )
+    archs = tuple(_arch(table, "hip", arch, "gfx arches").arch for arch in hip)
+    return (oldest.capability if oldest else None), features, archs
 
 
 def _arch(table: _Table, backend: str, text: str, allowed: str) -> Target:
@@ -193,7 +197,7 @@ def _options(table: _Table, language: str, names: set[str]) -> dict[str, tuple[s
     return found
 
 
-def _entry(table: _Table, language: str, axes: dict[str, Axis], names: set[str]) -> Entry:
+def _entry(table: _Table, language: str, axes: dict[str, Axis], names: set[str], *, knobs: dict[str, Knob]) -> Entry:
     pattern = MODULE_NAME if language == EXTENSION else ENTRY_NAME
     name = table.take("name", str, f"a name of {pattern.pattern}")
     if not pattern.fullmatch(name):
@@ -207,16 +211,19 @@ def _entry(table: _Table, language: str, axes: dict[str, Axis], names: set[str])
             raise table.fail(f"arguments[{position}]", content, "a table: { name = …, type = … }")
         arguments.append(_argument(_Table(content, f"{table.path}arguments[{position}]."), language, axes, names))
         # Facts reach a source as macros with upper-case names: two arguments must differ in more than case.
-        if arguments[-1].name in names or arguments[-1].name.upper() in macros:
-            raise table.fail(f"arguments[{position}].name", arguments[-1].name, "a name that no axis or argument has")
-        macros.add(arguments[-1].name.upper())
+        new, value = arguments[-1].name, arguments[-1].value
+        is_taken = new in names and (value is None or value.text != new)  # a constexpr may be an axis or a knob under its name
+        if is_taken or new.upper() in macros:
+            raise table.fail(f"arguments[{position}].name", new, "a name that no axis, knob or argument has")
+        macros.add(new.upper())
     scalars = {a.name for a in arguments if a.kind == "constexpr" or SCALARS.get(a.kind, "float")[0] in "iu"}
     launch = _launch(table.table("launch"), language, names | scalars)
     function = table.take("function", str, "a function name; {axis} stands for a value of the spec")
     for placeholder in re.findall(r"\{([^{}]*)\}", function):
         if placeholder not in names or language != "cuda":
             raise table.fail("function", function, "{axis} of " + (", ".join(sorted(names)) or "no axis"))
-    found = Entry(name, table.take("summary", str, "one line"), function, tuple(arguments), launch)
+    own = read_defaults(table, knobs, set(axes))
+    found = Entry(name, table.take("summary", str, "one line"), function, tuple(arguments), launch, own)
     table.end(FIELDS["entry"])
     return found
 

@@ -35,10 +35,15 @@ def build_key(components: Mapping[str, str]) -> str:
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """What changed between the components of two keys, in a few words each: `header scan.cuh changed`, `hidden 64 -> 128`."""
     changed = [label for label in sorted({*old, *new}) if old.get(label) != new.get(label)]
-    if any(label.startswith("spec.") for label in changed):  # the function's name follows from the spec
-        changed = [label for label in changed if label != "function"]
+    if any(label.startswith(("spec.", "knob.")) for label in changed):
+        changed = [label for label in changed if not _follows(label, old.get(label, ""), new.get(label, ""))]
     toolchain = new.get("toolchain.name", "toolchain")
     return [_difference(label, old.get(label), new.get(label), toolchain=toolchain) for label in changed]
+
+
+def _follows(label: str, before: str, after: str) -> bool:
+    """Whether a component's change is only that of an axis or a knob: the function's name, the value of a constexpr."""
+    return label == "function" or (label.startswith("argument.") and '"constexpr"' in before and '"constexpr"' in after)
 
 
 def _difference(label: str, before: str | None, after: str | None, *, toolchain: str) -> str:
@@ -50,7 +55,7 @@ def _difference(label: str, before: str | None, after: str | None, *, toolchain:
         return f"{toolchain} {before} -> {after}"
     if label == "toolchain.files":
         return f"files of {toolchain} changed"
-    return f"{name if group in ('spec', 'option') else label} {before} -> {after}"
+    return f"{name if group in ('spec', 'option', 'knob') else label} {before} -> {after}"
 
 
 def sealed(plain: Mapping[str, object]) -> bytes:

@@ -15,7 +15,8 @@ from kserve.errors import InvalidSpec, LockMismatch, RequestError
 from kserve.spec import Spec, is_same_value
 from kserve.target import Target, parse_target
 
-LOCK_SCHEMA = 1
+LOCK_SCHEMA = 2
+_READABLE = (1, LOCK_SCHEMA)  # the first had no knobs
 
 
 class LockedArtifact(NamedTuple):
@@ -33,6 +34,7 @@ class Locked(NamedTuple):
         target:   as it is asked for; `exact` is the one it is compiled for, such as cuda:sm_90a.
         spec:     every axis with its value.
         defaults: what an axis that the caller leaves out stands for.
+        knobs:    every knob with its value; `variables` are those of the environment that would override it.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Locked(NamedTuple):
     spec: Spec
     defaults: Spec
     artifacts: tuple[LockedArtifact, ...]
+    knobs: Mapping[str, int] = {}
+    variables: Mapping[str, list[str]] = {}
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -96,6 +100,15 @@ class Lock(NamedTuple):
             hint=f"kserve cache why {wanted[0][:12]} {came[0][:12]} says what changed; kserve lock --update accepts it",
         )
 
+    def check_knobs(self, locked: Locked, values: Mapping[str, object], chosen_by: str) -> None:
+        """Raises: LockMismatch when values that somebody chose are not the locked ones."""
+        if any(value != locked.knobs.get(knob) for knob, value in values.items()):
+            raise LockMismatch(
+                f"{_shown(values)} ({chosen_by}) is another {locked.name} than {self.path} names",
+                facts={"locked": _shown(locked.knobs)},
+                hint="leave it out, or lock the kernel with the tuning you want",
+            )
+
     @property
     def keys(self) -> frozenset[str]:
         """Every key it names."""
@@ -121,7 +134,7 @@ def read_lock(path: Path) -> Lock:
     """Read a lock file. Raises: RequestError when it is missing, damaged or of another schema."""
     try:
         plain = json.loads(path.read_text())
-        if plain["schema"] != LOCK_SCHEMA:
+        if plain["schema"] not in _READABLE:
             raise RequestError(f"{path} has schema {plain['schema']!r}, this version reads {LOCK_SCHEMA}")
         return Lock(path, tuple(_locked(one) for one in plain["kernels"]))
     except OSError as error:
@@ -136,7 +149,7 @@ def _locked(plain: dict[str, Any]) -> Locked:
     texts = (locked.name, locked.target, locked.exact, *(text for artifact in artifacts for text in artifact))
     if not artifacts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"entry {locked.name!r} is incomplete")
-    if not isinstance(locked.spec, dict) or not isinstance(locked.defaults, dict):
+    if not all(isinstance(one, dict) for one in (locked.spec, locked.defaults, locked.knobs, locked.variables)):
         raise TypeError(f"entry {locked.name!r} has no spec")
     return locked
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kserve.errors import InvalidDefinition
+from kserve.knobs import CONSTRAINTS
 from kserve.spec import INTEGER_BITS
 
 FILE_NAME = "kernel.toml"
@@ -16,12 +17,17 @@ _DEEPEST = 8
 
 
 class Outline(NamedTuple):
-    """The names of the entries and the patterns of the files. Nothing else is checked: the service does that."""
+    """The names of the entries, the patterns of the files, the knobs. Nothing else is checked: the service does that.
+
+    Fields:
+        knobs: of each, its name and its further environment variable.
+    """
 
     names: tuple[str, ...]
     sources: tuple[str, ...]
     headers: tuple[str, ...]
     shared_headers: tuple[str, ...]
+    knobs: tuple[tuple[str, str], ...] = ()
 
 
 @lru_cache(maxsize=256)
@@ -38,6 +44,7 @@ def read_outline(content: bytes, *, origin: str) -> Outline:
         patterns = [tuple(plain.get(field, ())) for field in ("sources", "headers", "shared_headers")]
         outside = [pattern for group in patterns for pattern in group if not stays_inside(pattern)]
         names = tuple(entry["name"] for entry in plain["entry"])
+        knobs = tuple((name, knob.get("alias", "")) for name, knob in plain.get("knobs", {}).items() if name != CONSTRAINTS)
     except InvalidDefinition as error:
         raise InvalidDefinition(f"{origin}: {error.message}", facts=error.facts) from None
     except (KeyError, TypeError, AttributeError):
@@ -46,7 +53,8 @@ def read_outline(content: bytes, *, origin: str) -> Outline:
     if outside:
         facts = {"allowed": "paths inside the kernel's folder, and globs"}
         raise InvalidDefinition(f"{origin}: pattern {outside[0]!r} leads out of the kernel's folder", facts=facts)
-    return Outline(names, *patterns)
+    sources, headers, shared_headers = patterns
+    return Outline(names, sources, headers, shared_headers, knobs)
 
 
 def read_toml(content: bytes) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from kserve.artifact import Manifest, manifest_from_json
 from kserve.errors import KserveError, ProtocolMismatch, ServiceError, from_wire
 
 # Raised when an old client and a new daemon could misunderstand each other.
-PROTOCOL = 1
+PROTOCOL = 2
 
 HEALTH = "/v1/health"
 STATUS = "/v1/status"
@@ -27,6 +27,7 @@ VERIFY = "/v1/verify"
 PRUNE = "/v1/prune"
 PINS = "/v1/pins"
 QUARANTINE = "/v1/quarantine"
+TUNINGS = "/v1/tunings"
 SHUTDOWN = "/v1/shutdown"
 
 # Where a kernel came from, the most expensive first: several variants are described by the worst of theirs.
@@ -34,11 +35,19 @@ ORIGINS = ("built", "joined", "remote", "disk", "memo")
 
 
 class Resolved(NamedTuple):
-    """One variant of a kernel as the service answered it: its manifest, where it came from, seconds spent on it."""
+    """One variant of a kernel as the service answered it.
+
+    Fields:
+        origin, seconds: where it came from; spent on it.
+        tuned:           a tuning chose the values of its knobs.
+        base:            what its tunings are filed under; empty for a kernel without knobs.
+    """
 
     manifest: Manifest
     origin: str
     seconds: float
+    tuned: bool = False
+    base: str = ""
 
 
 class Pending(NamedTuple):
@@ -67,8 +76,10 @@ def kernel_request(
         spec:        axis -> value, as the caller gave them.
         environment: interpreter, PYTHONPATH and imported versions of the caller (`config.environment_of_process`).
         build:       False makes a miss an error.
-        alias:       `request` and `stamps` of the caller, so that the next one needs no daemon; None for no alias.
+        alias:       `request`, `stamps` and `variables` of the caller, so that the next one needs no daemon; None for none.
         debug:       which debug variant; empty for none.
+    Returns: the request, to which two fields may be added. `knobs` has the `values` that the caller chose, the bucket of its
+        `sizes` and its `device`; `generic`, when False, leaves out the variant without argument facts.
     """
     plain = {axis: value if isinstance(value, bool | int | str) else str(value) for axis, value in spec.items()}
     return {
@@ -117,8 +128,8 @@ def _pending(build: str, seconds: float, n_ahead: int) -> Pending:
     return Pending(str(build), float(seconds), int(n_ahead))
 
 
-def _resolved(manifest: dict[str, Any], origin: str, seconds: float) -> Resolved:
-    return Resolved(manifest_from_json(manifest), ORIGINS[ORIGINS.index(origin)], float(seconds))
+def _resolved(manifest: dict[str, Any], origin: str, seconds: float, *, tuned: bool = False, base: str = "") -> Resolved:
+    return Resolved(manifest_from_json(manifest), ORIGINS[ORIGINS.index(origin)], float(seconds), bool(tuned), str(base))
 
 
 def check_protocol(theirs: object, *, version: str, ours: str) -> None:

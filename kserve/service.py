@@ -14,8 +14,8 @@ from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.includes import Includes, MissingIncludes, as_built, is_made_of
 from kserve.build.lease import Lease, Leases
-from kserve.build.plan import Plan, contract_of, named
-from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of
+from kserve.build.plan import Plan, contract_of
+from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of, named
 from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Scratch, Staging
@@ -29,6 +29,7 @@ from kserve.errors import (
     StoreError,
 )
 from kserve.key import canonical_json, differences, digest_of
+from kserve.knobs import shown
 from kserve.lockfile import read_lock
 from kserve.ownership import identities
 from kserve.protocol import Pending, Resolved
@@ -123,7 +124,7 @@ class KernelService:
             _outcome(item, tasks[item.id], plan, client) if isinstance(item, Lease) else item
             for item, plan in zip(found, plans, strict=True)
         ]
-        await self.planner.keep_alias(request, [resolved.manifest for resolved in answer])
+        await self.planner.keep_alias(request, plans[0], [resolved.manifest for resolved in answer])
         return answer
 
     def _lookup(self, plan: Plan, client: str, owed: Lease | None) -> Resolved | None:
@@ -141,7 +142,7 @@ class KernelService:
         self.upkeep.touch(plan.key)
         origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
         logger.debug("hit key=%s name=%s target=%s", plan.key[:12], plan.name, plan.target)
-        return Resolved(manifest, origin, seconds)
+        return Resolved(manifest, origin, seconds, plan.choice.is_tuned, plan.choice.base)
 
     def _is_of(self, plan: Plan, manifest: Manifest) -> bool:
         """Whether the entry under the plan's key was made of the plan's components: a key is a hash, they are the proof."""
@@ -192,8 +193,9 @@ class KernelService:
             lease.result_key = manifest.key
             self.counters["built"] += 1
             logger.info(
-                'built key=%s name=%s target=%s variant=%s seconds=%.2f size_bytes=%d reason="%s"',
-                *(plan.key[:12], plan.name, plan.target, plan.variant, lease.elapsed_s, manifest.size_bytes, lease.reason),
+                'built key=%s name=%s target=%s variant=%s knobs="%s" seconds=%.2f size_bytes=%d reason="%s"',
+                *(plan.key[:12], plan.name, plan.target, plan.variant, shown(plan.knobs)),
+                *(lease.elapsed_s, manifest.size_bytes, lease.reason),
             )
             return manifest
         except BuildError as error:
@@ -334,7 +336,7 @@ def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str
             facts={"key": plan.key},
             hint="call again",
         )
-    return Resolved(manifest, lease.origin_for(client), lease.seconds)
+    return Resolved(manifest, lease.origin_for(client), lease.seconds, plan.choice.is_tuned, plan.choice.base)
 
 
 def _ending() -> DaemonEnding:

@@ -15,7 +15,7 @@ LAYERS = [
     ["errors"],
     ["spec", "target", "expression"],
     ["artifact", "key", "config", "ownership", "occupancy", "setting_values"],
-    ["definition", "kernel_toml", "kernel_schema", "outline", "catalog", "protocol", "alias", "lockfile"],
+    ["definition", "kernel_toml", "kernel_schema", "knobs", "outline", "catalog", "protocol", "alias", "lockfile", "tuning"],
     ["store", "toolchain"],
     ["build"],
     ["service"],

@@ -14,16 +14,34 @@ from typing import Any, NamedTuple
 from kserve.artifact import DECLARED, GENERIC, Contract, Param
 from kserve.build.extension_job import Outside, extension_job, facts_of, library_contract, with_macros
 from kserve.definition import EXTENSION, Argument, Entry, KernelDef
-from kserve.errors import BuildError, CompileFailed, InvalidDefinition, InvalidSpec
+from kserve.errors import DoesNotFit, InvalidDefinition, InvalidSpec
 from kserve.expression import Expression
 from kserve.key import build_key, canonical_json
+from kserve.knobs import Values
 from kserve.outline import FILE_NAME
 from kserve.spec import DTYPES, Spec, SpecValue
-from kserve.target import Target, parse_target
+from kserve.target import Target
 from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": threads of a block. AMD's is the same.
 _MOST_THREADS = 1024
+
+
+class Choice(NamedTuple):
+    """How the knobs of a build were chosen.
+
+    Fields:
+        values:   the chosen ones; the others have their defaults.
+        base:     what tunings of this kernel are filed under (`tuned.base_of`); empty for a kernel without knobs.
+        is_tuned: a tuning chose them, not the caller.
+    """
+
+    values: Values
+    base: str = ""
+    is_tuned: bool = False
+
+
+NO_CHOICE = Choice({})
 
 
 class Debug(NamedTuple):
@@ -40,7 +58,10 @@ class Plan(NamedTuple):
     """One build, planned.
 
     Fields:
+        knobs:   every knob of the entry with its value.
+        tuned:   names in the grid's expressions whose value follows from a knob.
         files:   relative name -> digest of every file the build may read.
+        choice:  how the knobs came by their values.
         outside: of an extension that may read more.
     """
 
@@ -49,10 +70,13 @@ class Plan(NamedTuple):
     name: str
     target: Target
     spec: Spec
+    knobs: dict[str, int]
+    tuned: tuple[str, ...]
     variant: str
     job: Job
     entry: Entry
     files: dict[str, str]
+    choice: Choice
     outside: Outside | None = None
 
 
@@ -64,39 +88,39 @@ def plan_builds(
     target: Target,
     fingerprint: Fingerprint,
     files: Mapping[str, str],
-    outside: Outside | None = None,
+    choice: Choice = NO_CHOICE,
     debug: Debug | None = None,
 ) -> list[Plan]:
     """The builds one request needs: with the declared facts and, where they say anything, with none.
 
     Raises: InvalidSpec, UnsupportedTarget, InvalidDefinition.
     """
-    full = definition.specialise(entry, spec)
-    exact = definition.resolve_target(entry, target)
-    sources = _sources(entry, files)
     if definition.language == EXTENSION:
         if debug:
-            allowed = {"allowed": "options in cflags and cuda_cflags"}
-            raise InvalidSpec(f"{entry.name} is an extension: it has no debug variants", facts=allowed)
-        whole = extension_job(definition, entry, target=exact, sources=sources, outside=outside)
-        whole = with_macros(whole, full, {axis: _spelled(value) for axis, value in full.items()})
-        return [_planned(entry, whole, spec=full, fingerprint=fingerprint, sources=sources)._replace(outside=outside)]
+            raise InvalidSpec(f"{entry.name} is an extension, without debug variants", facts={"allowed": "cflags, cuda_cflags"})
+        return [plan_extension(definition, entry, spec=spec, target=target, fingerprint=fingerprint, files=files)]
+    full = definition.specialise(entry, spec, choice.values)
+    knobs = definition.knob_values(entry, full, choice.values)
+    values, tuned = {**full, **knobs}, _tuned(definition, entry)
+    exact = definition.resolve_target(entry, target)
+    sources = _sources(entry, files)
     plans = []
     for variant in (DECLARED, GENERIC) if entry.has_facts else (DECLARED,):
-        arguments = tuple(_job_argument(argument, full, variant) for argument in entry.arguments)
+        arguments = tuple(_job_argument(argument, values, variant) for argument in entry.arguments)
         job = Job(
             language=definition.language,
             target=str(exact),
             main=_main_source(definition, sources),
-            function=_function(entry, full),
+            function=_function(entry, values),
             arguments=arguments,
-            options={name: _option(option, full) for name, option in definition.options.items()},
+            options={name: _option(option, values) for name, option in definition.options.items()},
             debug=debug.kind if debug else "",
         )
-        components = _components(entry, job, spec=full, fingerprint=fingerprint, sources=sources)
+        components = _components(entry, job, spec=full, knobs=knobs, fingerprint=fingerprint, sources=sources)
+        components |= {"launch.tuned": canonical_json(tuned)} if tuned else {}
         components |= {"debug": debug.kind, "debug.sources": debug.root} if debug else {}
         key = build_key(components)
-        plans.append(Plan(key, components, entry.name, exact, full, variant, job, entry, sources))
+        plans.append(Plan(key, components, entry.name, exact, full, knobs, tuned, variant, job, entry, sources, choice))
     return plans[:1] if plans[0].components == plans[-1].components else plans  # facts that always hold are none
 
 
@@ -109,13 +133,43 @@ def _sources(entry: Entry, files: Mapping[str, str]) -> dict[str, str]:
     return sources
 
 
-def _planned(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: dict[str, str]) -> Plan:
-    """The build of an extension."""
-    components = _components(entry, job, spec=spec, fingerprint=fingerprint, sources=sources) | facts_of(job, fingerprint)
-    return Plan(build_key(components), components, entry.name, parse_target(job.target), spec, DECLARED, job, entry, sources)
+def plan_extension(
+    definition: KernelDef,
+    entry: Entry,
+    *,
+    spec: Mapping[str, object],
+    target: Target,
+    fingerprint: Fingerprint,
+    files: Mapping[str, str],
+    outside: Outside | None = None,
+) -> Plan:
+    """The build of an extension's library; `unit_plan.unit_plans` has those of its units.
+
+    Raises: InvalidSpec, UnsupportedTarget, InvalidDefinition.
+    """
+    full, exact = definition.specialise(entry, spec), definition.resolve_target(entry, target)
+    sources = _sources(entry, files)
+    job = extension_job(definition, entry, target=exact, sources=sources, outside=outside)
+    job = with_macros(job, full, {axis: _spelled(value) for axis, value in full.items()})
+    components = _components(entry, job, spec=full, knobs={}, fingerprint=fingerprint, sources=sources)
+    components |= facts_of(job, fingerprint)
+    key = build_key(components)
+    return Plan(key, components, entry.name, exact, full, {}, (), DECLARED, job, entry, sources, NO_CHOICE, outside)
 
 
-def _components(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint, sources: Mapping[str, str]) -> dict[str, str]:
+def _tuned(definition: KernelDef, entry: Entry) -> tuple[str, ...]:
+    """The names in the grid's expressions that are knobs, or derived from one."""
+    tuned = set(entry.knobs)
+    values = definition.derived | {argument.name: argument.value for argument in entry.arguments if argument.value}
+    for name, expression in values.items():
+        if expression.names & tuned:
+            tuned.add(name)
+    return tuple(sorted({name for expression in entry.launch.grid for name in expression.names} & tuned))
+
+
+def _components(
+    entry: Entry, job: Job, *, spec: Spec, knobs: Values, fingerprint: Fingerprint, sources: Mapping[str, str]
+) -> dict[str, str]:
     """Everything that can change the bytes, or how they are launched: label -> text. An ordered list numbers its labels."""
     launch = entry.launch
     found = {
@@ -134,6 +188,8 @@ def _components(entry: Entry, job: Job, *, spec: Spec, fingerprint: Fingerprint,
     }
     for axis, value in spec.items():
         found[f"spec.{axis}"] = canonical_json(value)
+    for name, number in knobs.items():
+        found[f"knob.{name}"] = str(number)
     for name, value in job.options.items():
         found[f"option.{name}"] = canonical_json(value)
     for position, (declared, compiled) in enumerate(zip(entry.arguments, job.arguments, strict=True)):
@@ -171,7 +227,7 @@ def _main_source(definition: KernelDef, sources: Mapping[str, str]) -> str:
 
 
 def _function(entry: Entry, spec: Spec) -> str:
-    """The entry's function with the spec's values in place of {axis}, spelled as C++ spells them."""
+    """The entry's function with the values of axes and knobs in place of {name}, spelled as C++ spells them."""
     text = entry.function
     for axis, value in spec.items():
         text = text.replace("{" + axis + "}", _spelled(value))
@@ -208,7 +264,7 @@ def _natural_align(dtype: str) -> int:
 def contract_of(plan: Plan, built: Built) -> Contract:
     """The contract of what was built.
 
-    Raises: CompileFailed when a kernel needs more shared memory than a block of its target has.
+    Raises: DoesNotFit when a kernel needs more shared memory than a block of its target has.
     """
     return library_contract(plan.spec, built) if plan.job.language == EXTENSION else _launch_contract(plan, built)
 
@@ -237,23 +293,28 @@ def _launch_contract(plan: Plan, built: Built) -> Contract:
         for (argument, compiled), (offset, size) in zip(declared, places, strict=False)
     ]
     params += [Param(f"scratch_{i}", "scratch", "", *place) for i, place in enumerate(places[len(declared) :])]
-    constants: dict[str, Any] = dict(plan.spec)
-    constants |= {job.name: job.value for job in plan.job.arguments if job.kind == "constexpr"}
     shared = plan.entry.launch.shared_bytes
     contract = Contract(
         symbol=built.symbol,
         format=built.format,
         params=tuple(params),
-        constants=constants,
+        constants=_constants(plan),
         grid=tuple(expression.text for expression in plan.entry.launch.grid),
         block=tuple(expression.text for expression in plan.entry.launch.block) or (str(built.threads),),
         shared_bytes=shared.text if shared else str(built.shared_bytes),
         scratch_bytes=built.scratch_bytes,
         minimum_driver=built.minimum_driver,
+        knobs=tuple(plan.knobs),
+        tuned=plan.tuned,
     )
     _check_shared_memory(plan, built, contract)
     _check_block(plan, contract)
     return contract
+
+
+def _constants(plan: Plan) -> dict[str, Any]:
+    compiled = {job.name: job.value for job in plan.job.arguments if job.kind == "constexpr"}
+    return {**plan.spec, **plan.knobs, **compiled}
 
 
 def _natural_layout(sizes: list[int]) -> list[tuple[int, int]]:
@@ -267,13 +328,13 @@ def _natural_layout(sizes: list[int]) -> list[tuple[int, int]]:
 
 
 def _check_block(plan: Plan, contract: Contract) -> None:
-    """Raises CompileFailed for a block no device launches, where its size is known before the launch."""
+    """Raises DoesNotFit for a block no device launches, where its size is known before the launch."""
     sizes = [Expression(text) for text in contract.block]
     if not all(size.names <= set(contract.constants) for size in sizes):
         return
     block = [size.evaluate(contract.constants) for size in sizes]
     if min(block) < 1 or math.prod(block) > _MOST_THREADS:
-        raise CompileFailed(f"{plan.name} has a block of {block} threads", facts={"allowed": f"1 to {_MOST_THREADS} in all"})
+        raise DoesNotFit(f"{plan.name} has a block of {block} threads", facts={"allowed": f"1 to {_MOST_THREADS} in all"})
 
 
 def _check_shared_memory(plan: Plan, built: Built, contract: Contract) -> None:
@@ -283,13 +344,7 @@ def _check_shared_memory(plan: Plan, built: Built, contract: Contract) -> None:
         return  # depends on an argument: the launch checks it
     need = built.resources.get("shared_bytes", 0) + dynamic.evaluate(contract.constants)
     if need > limit:
-        raise CompileFailed(
+        raise DoesNotFit(
             f"{plan.name} needs {need} bytes of shared memory a block, {plan.target} has {limit}",
             facts={"spec": canonical_json(plan.spec)},
         )
-
-
-def named(error: BuildError, plan: Plan) -> BuildError:
-    """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
-    facts = {"spec": canonical_json(plan.spec), "key": plan.key, **error.facts}
-    return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)

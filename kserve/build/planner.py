@@ -6,33 +6,38 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kserve.alias import Alias, Stamps
+from kserve.alias import Alias, Signpost, Stamps, answer_digest
 from kserve.artifact import Manifest, compact
 from kserve.build.extension_job import Outside
 from kserve.build.fingerprints import Fingerprints
-from kserve.build.plan import Debug, Plan, plan_builds
+from kserve.build.plan import Debug, Plan, plan_builds, plan_extension
 from kserve.build.pool import Environment
+from kserve.build.tuned import NO_WISH, KnobWish, Tunings, base_of
 from kserve.definition import KernelDef
-from kserve.errors import InvalidDefinition, UnknownKernel, closest
+from kserve.errors import BuildError, InvalidDefinition, UnknownKernel, closest
 from kserve.kernel_toml import read_definition
 from kserve.key import canonical_json, digest_of
+from kserve.knobs import shown
 from kserve.outline import FILE_NAME
 from kserve.store.artifacts import Artifacts, remember
 from kserve.target import parse_target
 
 
 class AliasWish(NamedTuple):
-    """The digest of a client's request and the stamps of the files it read."""
+    """The digest of a client's request, the stamps of the files it read, the variables that override each knob."""
 
     request: str
     stamps: Stamps
+    variables: dict[str, list[str]]
 
 
 class KernelRequest(NamedTuple):
-    """One wanted kernel, as a client sent it (`protocol.kernel_request`); `build` False makes a miss an error.
+    """One wanted kernel, as a client sent it (`protocol.kernel_request`).
 
     Fields:
-        debug: which debug variant; empty for none.
+        build:   False makes a miss an error.
+        generic: False leaves out the variant without argument facts.
+        debug:   which debug variant; empty for none.
     """
 
     name: str
@@ -42,6 +47,8 @@ class KernelRequest(NamedTuple):
     environment: Environment
     build: bool = True
     alias: AliasWish | None = None
+    knobs: KnobWish = NO_WISH
+    generic: bool = True
     outside: Outside | None = None
     debug: str = ""
 
@@ -58,10 +65,11 @@ class Planner:
     def __init__(self, artifacts: Artifacts, fingerprints: Fingerprints) -> None:
         self._artifacts = artifacts
         self._fingerprints = fingerprints
+        self.tunings = Tunings(artifacts)
         # Definitions by digest, plans by wish, aliases by request with the stamp of their file.
         self._definitions: dict[str, KernelDef] = {}
         self._plans: dict[tuple[object, ...], list[Plan]] = {}
-        self._aliases: dict[str, tuple[tuple[list[str], str, Stamps], tuple[int, ...]]] = {}
+        self._aliases: dict[str, tuple[Alias, tuple[int, ...]]] = {}
 
     async def plan(self, request: KernelRequest) -> list[Plan]:
         """The builds of a request whose definition is known, declared facts first.
@@ -76,31 +84,23 @@ class Planner:
         target = parse_target(request.target)
         definition.resolve_target(entry, target)  # before the toolchain is asked: the cheaper answer first
         fingerprint = await self._fingerprints.of(definition.language, request.environment)
-        facts, roots = fingerprint.facts.items(), request.outside.roots if request.outside else ()
-        wish = (
-            request.name,
-            target,
-            fingerprint.files,
-            *sorted(request.files.items()),
-            canonical_json(request.spec),
-            *facts,
-            roots,
-            request.debug,
-        )
+        made_of: Any = {"spec": request.spec, "target": target, "fingerprint": fingerprint, "files": request.files}
+        base = base_of(definition, entry, **made_of) if entry.knobs else ""
+        choice = self.tunings.choose(definition, entry, spec=request.spec, wish=request.knobs, base=base)
+        values = canonical_json([request.spec, choice, request.debug, dict(fingerprint.facts)])
+        roots = request.outside.roots if request.outside else ()
+        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), values, roots)
         plans = self._plans.get(wish)
         if plans is None:
-            plans = plan_builds(
-                definition,
-                entry,
-                spec=request.spec,
-                target=target,
-                fingerprint=fingerprint,
-                files=request.files,
-                outside=request.outside,
-                debug=Debug(request.debug, self._artifacts.files.debug_root) if request.debug else None,
-            )
+            debug = Debug(request.debug, self._artifacts.files.debug_root) if request.debug else None
+            if request.outside:
+                plans = [plan_extension(definition, entry, **made_of, outside=request.outside)]
+            else:
+                plans = plan_builds(definition, entry, **made_of, choice=choice, debug=debug)
             remember(self._plans, wish, plans)
-        return [plan._replace(outside=request.outside) for plan in plans] if request.outside else plans
+        if request.outside:  # what the caller has looked at is another each time
+            return [plan._replace(outside=request.outside) for plan in plans]
+        return plans if request.generic else plans[:1]
 
     def definition(self, request: KernelRequest) -> KernelDef | None:
         """The request's definition; None when its bytes were never sent."""
@@ -122,23 +122,38 @@ class Planner:
             found[digest] = self._artifacts.get(f"source/{digest}")
         return found
 
-    async def keep_alias(self, request: KernelRequest, variants: list[Manifest]) -> None:
+    async def keep_alias(self, request: KernelRequest, plan: Plan, variants: list[Manifest]) -> None:
         """Keep the answer for the next client, which then needs no daemon."""
         definition = self.definition(request)
-        if request.alias is None or definition is None or request.debug:
+        if request.alias is None or definition is None or request.debug or not request.generic:
             return
         found = await self._fingerprints.of(definition.language, request.environment)
-        name, stamps, files = *request.alias, self._artifacts.files
-        state = ([manifest.key for manifest in variants], found.files, stamps)
-        if self._aliases.get(name) == (state, files.stamp(f"alias/{name}")):
-            return
         toolchain = canonical_json(found.stamps).encode()
-        compacts = [compact(manifest) for manifest in variants]
-        alias = Alias(compacts, definition.language, found.version, digest_of(toolchain), stamps)
-        await asyncio.to_thread(self._artifacts.keep_alias, name, alias, toolchain)
-        remember(self._aliases, name, (state, files.stamp(f"alias/{name}")))
+        answer = Alias([], definition.language, found.version, digest_of(toolchain), request.alias.stamps)
+        name, records = request.alias.request, {}
+        if plan.knobs:
+            signpost = Signpost(plan.choice.base, request.alias.variables, plan.entry.size_names)
+            records[name] = answer._replace(signpost=signpost)
+            answer, name = answer._replace(behind=name), answer_digest(name, plan.choice.values)
+        records[name] = answer._replace(variants=[compact(manifest) for manifest in variants])
+        for one, alias in records.items():
+            await self._keep(one, alias, toolchain)
+
+    async def _keep(self, name: str, alias: Alias, toolchain: bytes) -> None:
+        """Write an alias, unless it lies there as it is."""
+        files = self._artifacts.files
+        if self._aliases.get(name) != (alias, files.stamp(f"alias/{name}")):
+            await asyncio.to_thread(self._artifacts.keep_alias, name, alias, toolchain)
+            remember(self._aliases, name, (alias, files.stamp(f"alias/{name}")))
 
 
 def missing_of(sources: Mapping[str, bytes | None]) -> MissingSources:
     """The files that have to be sent."""
     return MissingSources([digest for digest, content in sources.items() if content is None])
+
+
+def named(error: BuildError, plan: Plan) -> BuildError:
+    """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
+    knobs = {"knobs": shown(plan.knobs)} if plan.knobs else {}
+    facts = {"spec": canonical_json(plan.spec), **knobs, "key": plan.key, **error.facts}
+    return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)

@@ -1,4 +1,4 @@
-"""The command `kserve`: up, down, status, build, kernels, ncu, sanitize, lock, profile, report, doctor, cache."""
+"""The command `kserve`: up, down, status, build, kernels, tune, ncu, sanitize, lock, profile, report, doctor, cache."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 import kserve
 from kserve import protocol
 from kserve.artifact import DEBUGS
-from kserve.catalog import every_entry
-from kserve.cli import cache, doctor, lock, profile, report, tools
+from kserve.catalog import every_entry, overridable
+from kserve.cli import cache, doctor, lock, profile, report, tools, tune
 from kserve.cli.show import fields, say, table
 from kserve.cli.wishes import add_wish, every_wish, wishes
 from kserve.client.connection import Connection
 from kserve.client.direct import resolve
 from kserve.client.launch import Kernel
 from kserve.client.start import log_path, start_daemon
-from kserve.config import Settings, load_settings
+from kserve.config import Settings, environment_variables, is_setting, load_settings
 from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError
 from kserve.kernel_schema import kernel_schema
 from kserve.server import boot
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--debug", choices=DEBUGS, default="", help="a variant for tools that show sources or check accesses")
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
+    tune.add_command(_command(commands, "tune", tune.run, "find the best values of a kernel's knobs on this device"))
     ncu = _command(commands, "ncu", tools.profile, "profile one launch of a kernel with ncu", json_flag=False)
     text = "check one launch of a kernel with compute-sanitizer"
     tools.add_commands(ncu, _command(commands, "sanitize", tools.sanitize, text, json_flag=False))
@@ -179,20 +180,33 @@ def _kernels(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         say(json.dumps(kernel_schema(), indent=2))
         return 0
-    rows, plain = [], []
+    rows: list[list[str]] = []
+    plain: list[dict[str, Any]] = []
     broken: list[InvalidDefinition] = []
     for folder, definition, entry in every_entry(load_settings(), broken):
         axes = {axis.name: axis for axis in definition.axes.values()}
+        variables = overridable(entry.name, folder, {knob.name: knob.alias for knob in entry.knobs.values()})
         shown = [name if axis.default is None else f"{name}={axis.default}" for name, axis in axes.items()]
-        rows.append([entry.name, definition.language, " ".join(shown), entry.summary])
+        rows.append([entry.name, definition.language, " ".join(shown), " ".join(entry.knobs), entry.summary])
         allowed = {name: {"allowed": axis.allowed, "default": axis.default} for name, axis in axes.items()}
         row = {"name": entry.name, "language": definition.language, "summary": entry.summary, "axes": allowed}
-        plain.append({**row, "folder": str(folder)})
-    for error in broken:
-        print(f"kserve: {error}", file=sys.stderr)
+        knobs = {
+            knob.name: {"allowed": knob.allowed, "default": knob.default.text, "variables": variables[knob.name]}
+            for knob in entry.knobs.values()
+        }
+        plain.append({**row, "folder": str(folder), "knobs": knobs})
+    strays = _strays({name for row in plain for knob in row["knobs"].values() for name in knob["variables"]})
+    for message in [*map(str, broken), *strays]:
+        print(f"kserve: {message}", file=sys.stderr)
     listed = {"kernels": plain, "broken": [error.to_wire() for error in broken]}
-    _report(arguments, listed, table(["NAME", "LANGUAGE", "AXES", "SUMMARY"], rows))
+    _report(arguments, listed, table(["NAME", "LANGUAGE", "AXES", "KNOBS", "SUMMARY"], rows))
     return broken[0].exit_status if broken else 0
+
+
+def _strays(known: set[str]) -> list[str]:
+    """A line for each variable that looks like one of ours and is none: a misspelled override changes nothing, silently."""
+    ours = [name for name in environment_variables() if name.startswith("KSERVE_")]
+    return [f"{name} is no setting, and overrides no knob" for name in ours if not is_setting(name) and name not in known]
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -224,6 +238,7 @@ def describe(kernel: Kernel) -> dict[str, Any]:
         "seconds": round(kernel.seconds, 6),
         "resources": kernel.resources,
         "spec": kernel.manifest.spec,
+        "knobs": kernel.knobs,
         "debug": kernel.manifest.debug,
     }
     generic = kernel.generic

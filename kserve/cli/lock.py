@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
 from kserve.client.direct import Wanted, resolve
 from kserve.client.launch import Kernel
-from kserve.config import Settings, load_settings
+from kserve.config import Settings, environment_variables, load_settings
 from kserve.definition import EXTENSION
 from kserve.errors import RequestError
+from kserve.knobs import overrides_in
 from kserve.lockfile import Lock, Locked, LockedArtifact, read_lock
 
 _DEFAULT_FILE = "kserve.lock"
@@ -77,19 +79,35 @@ def _updated(lock: Lock, settings: Settings) -> Lock:
 
 def _write(lock: Lock, wanted: list[Wanted], settings: Settings) -> Lock:
     """Build what is missing, write the file, pin what it names."""
+    for wish in wanted:
+        _refuse_overrides(wish.name, settings)
     kernels = resolve(wanted, load=False, locked=False)
     lock = lock.with_kernels([_locked(wish, kernel, settings) for wish, kernel in zip(wanted, kernels, strict=True)])
     lock.write()
     body = {"keys": sorted(lock.keys), "note": f"lock {lock.path.name}"}
-    Connection(settings).call("POST", protocol.PINS, body, start=True)
+    with contextlib.closing(Connection(settings)) as connection:
+        connection.call("POST", protocol.PINS, body, start=True)
     return lock
 
 
+def _refuse_overrides(name: str, settings: Settings) -> None:
+    """Raises: RequestError where this shell's own values of knobs would be locked for everybody."""
+    found = overrides_in(catalog.find(name, settings).variables, environment_variables())
+    if found:
+        variables = ", ".join(f"{override.variable}={override.text}" for override in found.values())
+        raise RequestError(
+            f"{name} cannot be locked while {variables} overrides its tuning",
+            hint="unset it; kserve tune stores a tuning, which can be locked",
+        )
+
+
 def _locked(wish: Wanted, kernel: Kernel, settings: Settings) -> Locked:
-    definition = catalog.definition_of(catalog.find(wish.name, settings).folder)
+    found = catalog.find(wish.name, settings)
+    definition = catalog.definition_of(found.folder)
     defaults = {name: axis.default for name, axis in definition.axes.items() if axis.default is not None}
     spec = {axis: value for axis, value in kernel.manifest.spec.items() if axis in definition.axes}
-    return Locked(wish.name, wish.target, kernel.manifest.target, spec, defaults, _artifacts(kernel))
+    target = kernel.manifest.target
+    return Locked(wish.name, wish.target, target, spec, defaults, _artifacts(kernel), kernel.knobs, found.variables)
 
 
 def _artifacts(kernel: Kernel) -> tuple[LockedArtifact, ...]:
@@ -99,7 +117,7 @@ def _artifacts(kernel: Kernel) -> tuple[LockedArtifact, ...]:
 
 def _check(lock: Lock) -> None:
     """Raises: LockMismatch for the first entry that this node builds otherwise."""
-    wanted = [Wanted(one.name, one.target, dict(one.spec)) for one in lock.kernels]
+    wanted = [Wanted(one.name, one.target, dict(one.spec), knobs=one.knobs) for one in lock.kernels]
     for locked, kernel in zip(lock.kernels, resolve(wanted, load=False, locked=False), strict=True):
         lock.check(locked, [(artifact.key, artifact.digest) for artifact in _artifacts(kernel)])
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from typing import Any
 
 from kserve import catalog
 from kserve.client.direct import Wanted
 from kserve.config import Settings
-from kserve.definition import EXTENSION
+from kserve.definition import EXTENSION, KernelDef
 from kserve.errors import RequestError, UnsupportedTarget
 from kserve.target import parse_target
 
@@ -25,9 +26,7 @@ def wishes(arguments: argparse.Namespace, settings: Settings, *, debug: str = ""
 
     Raises: RequestError for an assignment that is none, UnknownKernel, InvalidSpec.
     """
-    texts = dict(_assignment(text) for text in arguments.set)
-    axes = catalog.definition_of(catalog.find(arguments.name, settings).folder).axes
-    spec = {name: axes[name].normalise(text) if name in axes else text for name, text in texts.items()}
+    spec = spec_of(arguments, catalog.definition_of(catalog.find(arguments.name, settings).folder))
     return [Wanted(arguments.name, target, spec, debug) for target in arguments.target]
 
 
@@ -51,8 +50,16 @@ def every_wish(arguments: argparse.Namespace, settings: Settings, *, debug: str 
     return found
 
 
-def _assignment(text: str) -> tuple[str, str]:
-    axis, equals, value = text.partition("=")
-    if not equals or not axis:
-        raise RequestError(f"--set {text!r} cannot be read", facts={"allowed": "--set AXIS=VALUE"})
-    return axis, value
+def spec_of(arguments: argparse.Namespace, definition: KernelDef) -> dict[str, Any]:
+    """The values of `--set`, each of its axis's own type. Raises: RequestError for one that is none, InvalidSpec."""
+    texts = dict(assignment("--set", text, "AXIS=VALUE") for text in arguments.set)
+    axes = definition.axes
+    return {name: axes[name].normalise(text) if name in axes else text for name, text in texts.items()}
+
+
+def assignment(flag: str, text: str, form: str) -> tuple[str, str]:
+    """Both sides of what stands behind a flag, and has that form. Raises: RequestError."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise RequestError(f"{flag} {text!r} cannot be read", facts={"allowed": f"{flag} {form}"})
+    return name, value

@@ -7,6 +7,7 @@ more than the rest of the client.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kserve.client.launch import Kernel
@@ -19,13 +20,20 @@ _memo: dict[Any, tuple[Kernel, list[type]]] = {}
 
 
 def get_kernel(
-    name: str, *, target: str | None = None, timeout_s: float | None = None, debug: str | None = None, **spec: Any
+    name: str,
+    *,
+    target: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+    timeout_s: float | None = None,
+    debug: str | None = None,
+    **spec: Any,
 ) -> Kernel:
     """The kernel of that name for that spec, ready to launch.
 
     Args:
         name:      an entry of the catalog (`kserve kernels` lists them).
         target:    such as `cuda:sm_90`; left out, the current device's.
+        sizes:     integer arguments and about what they will be, such as {"rows": 10_000}: picks the tuning for that bucket.
         timeout_s: how long to wait for a build; the build itself goes on.
         debug:     a variant for tools: `lineinfo`, `device` (no optimisation) or `sanitize`; its bytes name source files of
                    this machine.
@@ -37,14 +45,16 @@ def get_kernel(
         LoadError: the driver.
     """
     try:
-        place = (name, debug, target or driver().current_device(), *spec.items())
+        place: Any = (name, debug, target or driver().current_device(), *spec.items())
+        if sizes:
+            place = (*place, tuple(_bucket(sizes).items()))
         found = _memo.get(place)
         # True, 1 and 1.0 are one key of a dictionary, and three different wishes.
         if found is not None and found[1] == [*map(type, spec.values())]:
             return found[0]
     except (TypeError, LoadError):  # an unhashable value, or no driver: the long road names it
         place = None
-    kernel = _resolve([(name, spec)], target, timeout_s, debug)[0]
+    kernel = _resolve([(name, spec)], target, timeout_s, debug=debug, sizes=sizes)[0]
     if place is not None:
         _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
     return kernel
@@ -70,8 +80,19 @@ def get_kernels(
     return kernels
 
 
+def _bucket(sizes: Mapping[str, int]) -> dict[str, int]:
+    from kserve.tuning import bucket_of
+
+    return bucket_of(sizes)
+
+
 def _resolve(
-    wanted: list[tuple[str, dict[str, Any]]], target: str | None, timeout_s: float | None, debug: str | None = None
+    wanted: list[tuple[str, dict[str, Any]]],
+    target: str | None,
+    timeout_s: float | None,
+    *,
+    debug: str | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> list[Kernel]:
     from kserve.client.direct import Wanted, resolve
 
@@ -89,7 +110,8 @@ def _resolve(
                 f"{names} has no target: {error.message}", hint="name one: get_kernel(…, target='cuda:sm_90')"
             ) from None
         target = str(found.target_of(found.current_device()))
-    return resolve([Wanted(name, target, spec, debug or "") for name, spec in wanted], timeout_s=timeout_s)
+    bucket = _bucket(sizes) if sizes else {}
+    return resolve([Wanted(name, target, spec, debug or "", sizes=bucket) for name, spec in wanted], timeout_s=timeout_s)
 
 
 def forget() -> None:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kserve.alias import Alias, alias_from_bytes, changed_since, is_as_it_was, request_digest
+from kserve.alias import Alias, alias_from_bytes, answer_digest, changed_since, is_as_it_was, request_digest
 from kserve.artifact import DEBUGS, Artifact, Manifest, from_compact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.client.report import Call, Loaded, report
-from kserve.config import Settings, built_in_roots, environment_of_process, imported_version, load_settings
+from kserve.config import (
+    Settings,
+    built_in_roots,
+    environment_of_process,
+    environment_variables,
+    imported_version,
+    load_settings,
+)
 from kserve.errors import CorruptArtifact, ForeignPeer, InvalidSpec, LoadError, LockMismatch, StoreError
 from kserve.ownership import identities, refuse_foreign
 from kserve.store.files import FileStore
@@ -31,9 +39,12 @@ _TRUSTED_S = 1.0
 
 
 class Wanted(NamedTuple):
-    """One wish: an entry's name, a target, a value for each axis, which debug variant (empty for none).
+    """One wish: an entry's name, a target, a value for each axis.
 
     Fields:
+        debug: which debug variant; empty for none.
+        knobs: values for knobs, of the tuner or a lock; they count more than any variable or tuning.
+        sizes: the bucket a tuning is looked for in.
         given: its files, where they lie in no folder of the catalog.
     """
 
@@ -41,6 +52,8 @@ class Wanted(NamedTuple):
     target: str
     spec: dict[str, Any]
     debug: str = ""
+    knobs: Mapping[str, int] = {}
+    sizes: Mapping[str, int] = {}
     given: Given | None = None
 
 
@@ -51,6 +64,7 @@ class Local:
         self.pid = os.getpid()
         self.settings: Settings = load_settings()
         self.environment = environment_of_process(self.settings)
+        self.variables = environment_variables()
         self.roots = [os.path.realpath(root) for root in (*self.settings.kernel_path, *built_in_roots())]
         self.places = (self.settings.store, *self.settings.layers)
         self._uids = identities(self.settings.trusted_uids) | {0}
@@ -173,12 +187,16 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
     for wish in wanted:
         _check_debug(wish, lock)
     names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
+    wanted = [_under(lock, names[position], wish, here) if lock else wish for position, wish in enumerate(wanted)]
     seen: dict[tuple[str, int], bool] = {}
     found: dict[int, list[Artifact]] = {}
     why = dict.fromkeys(range(len(wanted)), "")
+    chosen_by = dict.fromkeys(why, "")
     for position, wish in enumerate(wanted):
         try:
-            found[position] = _named(here, names[position]) if names else _aliased(here, wish, seen)
+            found[position], chosen_by[position] = (
+                (_named(here, names[position]), "locked") if names else _aliased(here, wish, seen)
+            )
         except _Doubt as doubt:
             why[position] = str(doubt)
     origins = dict.fromkeys(why, "disk")
@@ -189,13 +207,13 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
 
         deadline = began + (here.settings.client_timeout_s if timeout_s is None else timeout_s)
         answers = ask([wanted[position] for position in open_ones], deadline=deadline)
-        for position, (origin, artifacts) in zip(open_ones, answers, strict=True):
-            origins[position], found[position] = origin, artifacts
+        for position, answer in zip(open_ones, answers, strict=True):
+            origins[position], found[position], chosen_by[position] = answer[:3]
             if lock:
-                lock.check(names[position], [(one.manifest.key, one.manifest.digest) for one in artifacts])
+                lock.check(names[position], [(one.manifest.key, one.manifest.digest) for one in answer.artifacts])
     asked = time.monotonic()
-    kernels = [_kernel(found[position], origin=origins[position], began=began, load=load) for position in why]
-    lines = [_line(kernel, why[position]) for position, kernel in enumerate(kernels)]
+    kernels = [kernel_of(found[position], origin=origins[position], began=began, load=load) for position in why]
+    lines = [_line(kernel, why[position], chosen_by[position]) for position, kernel in enumerate(kernels)]
     report().add(Call(time.time(), looked - began, asked - looked, time.monotonic() - asked, lines), here.settings)
     return kernels
 
@@ -211,9 +229,20 @@ def _check_debug(wish: Wanted, lock: Lock | None) -> None:
         )
 
 
-def _line(kernel: Kernel, why: str) -> Loaded:
+def _line(kernel: Kernel, why: str, chosen_by: str) -> Loaded:
     manifest = kernel.manifest
-    return Loaded(kernel.name, manifest.target, kernel.key, kernel.origin, "served", why, manifest.reason)
+    values = " ".join(f"{name}={value}" for name, value in kernel.knobs.items())
+    knobs = f"{values} ({chosen_by})" if chosen_by and values else ""
+    return Loaded(kernel.name, manifest.target, kernel.key, kernel.origin, "served", why, manifest.reason, knobs)
+
+
+def _under(lock: Lock, locked: Locked, wish: Wanted, here: Local) -> Wanted:
+    """The wish with the locked values of its knobs. Raises: LockMismatch when it, or a variable, asks for others."""
+    from kserve.client.choice import named_values
+
+    values, by = named_values(wish.knobs, locked.variables, here.variables)
+    lock.check_knobs(locked, values, by)
+    return wish._replace(knobs=locked.knobs)
 
 
 class _Doubt(Exception):
@@ -230,22 +259,36 @@ def _named(here: Local, locked: Locked) -> list[Artifact]:
     return found
 
 
-def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> list[Artifact]:
-    """What the wish's alias names, while everything it was made of is as it was. Raises: _Doubt."""
+def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> tuple[list[Artifact], str]:
+    """What the wish's alias names, and who chose the values of its knobs. Raises: _Doubt."""
     if wish.debug:
         raise _Doubt("it is a debug variant, which the daemon alone serves")
     if not here.stores:
         raise _Doubt("there is no store yet that this process can trust")
-    content = here.stores[0].get(f"alias/{here.request_digest(wish)}")
+    request, chosen_by = here.request_digest(wish), ""
+    roots = [""] if wish.given else here.roots  # what a wish brings itself is stamped by its path
+    alias = _alias(here, request, seen, roots)
+    if alias.signpost is not None:
+        from kserve.client.choice import values_at
+
+        values, chosen_by = values_at(alias.signpost, wish, here.variables, here.read)
+        if values is None:
+            raise _Doubt(chosen_by)
+        alias = _alias(here, answer_digest(request, values), seen, roots)
+    return [_held(here, found) for found in alias.variants], chosen_by
+
+
+def _alias(here: Local, name: str, seen: dict[tuple[str, int], bool], roots: list[str]) -> Alias:
+    """The alias, while everything it was made of is as it was. Raises: _Doubt."""
+    content = here.stores[0].get(f"alias/{name}")
     alias = None if content is None else alias_from_bytes(content)
     if alias is None:
         raise _Doubt("it is the first such request to this store")
-    # What a wish brings itself is stamped by its path.
-    if changed := changed_since(alias.stamps, [""] if wish.given else here.roots, {} if wish.given else seen):
+    if changed := changed_since(alias.stamps, roots, seen):
         raise _Doubt(f"{changed} has changed")
     if not here.is_same_compiler(alias):
         raise _Doubt(f"the {alias.language} compiler has changed")
-    return [_held(here, found) for found in alias.variants]
+    return alias
 
 
 def _held(here: Local, found: list[Any]) -> Artifact:
@@ -267,7 +310,7 @@ def _artifact(here: Local, key: str) -> Artifact:
     return found
 
 
-def _kernel(artifacts: list[Artifact], *, origin: str, began: float, load: bool) -> Kernel:
+def kernel_of(artifacts: list[Artifact], *, origin: str, began: float, load: bool) -> Kernel:
     """The kernel over these variants, loaded on the current device where it fits one."""
     device = _device_for(artifacts[0]) if load else None
     roads = Roads(artifacts, device=device, launcher=local().settings.launcher)

@@ -70,8 +70,13 @@ class Given:
         """Those of the names that were not looked at."""
         return [name for name in names if name not in self._digests]
 
-    def check(self, spec: object, target: str) -> None:
+    def check(self, spec: object, target: str, overrides: object = None) -> None:
         """What there is to check is checked where the wish is made."""
+
+    @property
+    def variables(self) -> dict[str, list[str]]:
+        """Those that override knobs: it has none."""
+        return {}
 
     @property
     def digests(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kserve.artifact import Artifact, Contract, Manifest, Param
@@ -36,6 +36,7 @@ class Kernel:
             and, where the launch alone decides nothing of it, `blocks_per_sm` and `occupancy_percent` (occupancy.py).
         origin:  memo, disk, remote, built or joined.
         generic: the manifest of the variant without facts; None where the kernel declares no facts.
+        knobs:   the values of its knobs.
         seconds: what this call of get_kernel took, load included; 0.0 for a memo hit.
     Raises (on a call):
         LaunchError: a wrong argument, before anything is launched.
@@ -89,6 +90,11 @@ class Kernel:
         if not isinstance(found, Occupancy) or found.depends_on:
             return dict(self.manifest.resources)
         return {**self.manifest.resources, "blocks_per_sm": found.blocks_per_sm, "occupancy_percent": found.percent}
+
+    @property
+    def knobs(self) -> dict[str, int]:
+        contract = self.manifest.contract
+        return {name: contract.constants[name] for name in contract.knobs}
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} {self.manifest.target} {self.key[:12]} {self.origin}>"
@@ -190,7 +196,14 @@ class Roads:
         device = _common_device(name, params, passed)
         handle = _stream(name, passed, stream)
         values = {param.name: item.value for param, item in zip(params, passed, strict=True)}
-        library = self.libraries[0 if _facts_hold(params, values) else -1]
+        library = self.libraries[0 if facts_hold(params, values) else -1]
+        if grid is not None and self._contract.tuned and not callable(grid):
+            names = ", ".join(self._contract.tuned)
+            raise LaunchError(
+                f"{name}: grid {grid!r} does not follow {names}, which a tuning may change",
+                facts={"allowed": f"its own grid ({', '.join(self._contract.grid)}), or a function of the values"},
+                hint=f"{name}[lambda meta: (… meta[{self._contract.tuned[0]!r}] …,)](…), or leave the grid out",
+            )
         prepared = self._prepared = self._prepared or _Prepared(self._contract)
         sizes = prepared.sizes(name, self._contract.constants | values, grid)
         if 0 in sizes[:3]:
@@ -267,7 +280,8 @@ def _stream(kernel: str, passed: list[arguments.Passed], stream: Any) -> int:
     return 0
 
 
-def _facts_hold(params: list[Param], values: Mapping[str, Any]) -> bool:
+def facts_hold(params: Iterable[Param], values: Mapping[str, Any]) -> bool:
+    """Whether these arguments are what a variant was compiled for: addresses and numbers by the parameters' names."""
     return all(
         not (param.align and values[param.name] % param.align)
         and not (param.divisible_by and values[param.name] % param.divisible_by)

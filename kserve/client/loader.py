@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kserve.artifact import Artifact
 from kserve.errors import LoadError
 from kserve.target import Target, parse_target, target_of_capability
 
+if TYPE_CHECKING:
+    from kserve.tuning import Device
+
 NO_CONTEXT = 201  # CUDA_ERRORNO_CONTEXT: the calling thread has none
 _NOT_INITIALIZED = 3
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _SHARED_OPTIN = 75, 76, 97  # CUdevice_attribute
+_SM_COUNT, _L2_BYTES = 16, 38  # the same
 _FUNCTION_SHARED_STATIC, _FUNCTION_SHARED_DYNAMIC = 1, 8  # CUfunction_attribute
 _POINTER_DEVICE = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 
@@ -99,6 +103,16 @@ class Driver:
             self.check(self.slow.cuDeviceGetAttribute(byref(value), attribute, device), f"ask CUDA device {device}")
             known = self._attributes[device, attribute] = value.value
         return known
+
+    def kind_of(self, device: int) -> Device:
+        """What makes this device one kind with others. A MIG instance says its profile at the end of its name."""
+        from kserve.tuning import Device
+
+        text = ctypes.create_string_buffer(256)
+        self.check(self.slow.cuDeviceGetName(text, len(text), device), f"ask CUDA device {device}")
+        name = text.value.decode(errors="replace")
+        profile = name.partition(" MIG ")[2]
+        return Device(name, self._attribute(device, _SM_COUNT), self._attribute(device, _L2_BYTES), profile)
 
     def synchronize(self) -> None:
         """Wait for all that the current context was given. Raises: LoadError for what went wrong in it."""

@@ -29,6 +29,7 @@ class Loaded(NamedTuple):
     """One kernel of one call.
 
     Fields:
+        knobs:  values that are not the defaults, and who chose them.
         why:    why the store's files alone did not do; empty for a hit on them.
         reason: why it had to be built, where it was.
     """
@@ -40,6 +41,7 @@ class Loaded(NamedTuple):
     rung: str
     why: str
     reason: str
+    knobs: str = ""
 
 
 class Call(NamedTuple):
@@ -167,7 +169,8 @@ def shown(plain: Mapping[str, Any]) -> str:
             f"  {len(call['kernels'])} kernels in {1e3 * sum(call[p + '_s'] for p in ('look', 'ask', 'load')):.1f} ms ({parts})"
         )
         for kernel in call["kernels"]:
-            told = [f"asked because {kernel['why']}"] if kernel["why"] else []
+            told = [kernel["knobs"]] if kernel.get("knobs") else []
+            told += [f"asked because {kernel['why']}"] if kernel["why"] else []
             told += [f"built because {kernel['reason']}"] if kernel["origin"] in ("built", "joined") else []
             tail = ": " + "; ".join(told) if told else ""
             lines.append(

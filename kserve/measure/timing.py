@@ -13,6 +13,8 @@ Stopping. The run looks at its intervals after a balanced number of rounds, each
           spent in parts: a look may be wrong with probability ERROR * (rounds since the last look) / (most rounds), and a
           run that time or rounds have ended has what is left. The parts sum to at most ERROR, so the interval reported
           covers with 1 - ERROR whichever look was the last (Bonferroni's inequality: it asks for no independence).
+Dropping. Where many arms look for the best one, clear losers may leave early. That is judged after every round, each judgement
+          with its part of a second ERROR, shared by the arms: the best arm is dropped with at most that probability.
 """
 
 from __future__ import annotations
@@ -70,6 +72,19 @@ class Rule(NamedTuple):
     rounds: int | None = None
 
 
+class Drop(NamedTuple):
+    """When an arm leaves as a clear loser: the interval of its ratio to the best arm so far lies above 1 + margin.
+
+    Fields:
+        least: rounds before the first one may leave.
+        keep:  arms that never leave, and that nothing is judged by; the baseline never leaves either.
+    """
+
+    margin: float = 0.05
+    least: int = 4
+    keep: frozenset[str] = frozenset()
+
+
 class Measurement(NamedTuple):
     """What a run found.
 
@@ -78,6 +93,7 @@ class Measurement(NamedTuple):
         samples, failed: of each arm, seconds, one a round; of each arm without a number, why.
         stop:            converged | budget | max | fixed | failed (no arm was left).
         balanced, error: as above; the probability that an interval here misses.
+        dropped:         of each arm that left as a loser, its duration over the best arm's of that moment; it has no median.
     """
 
     medians: dict[str, Interval]
@@ -88,6 +104,7 @@ class Measurement(NamedTuple):
     stop: str
     balanced: bool
     error: float
+    dropped: dict[str, Interval]
 
 
 def measure(
@@ -95,6 +112,7 @@ def measure(
     *,
     baseline: str | None = None,
     rule: Rule | None = None,
+    drop: Drop | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Measurement:
     """Run the arms in interleaved rounds until the intervals are narrow or the rule ends it.
@@ -102,13 +120,14 @@ def measure(
     Args:
         arms:     name -> arm; one that raises ArmFailed leaves the run, its samples with it.
         baseline: the arm that ratios are taken to; the first where none is named.
+        drop:     when a clear loser leaves the run; None for never.
         clock:    seconds, for the budget alone.
     Raises: ValueError for no arms, an unknown baseline, or a duration that is not a positive number.
     """
     baseline = next(iter(arms), "") if baseline is None else baseline
     if baseline not in arms:
         raise ValueError(f"baseline {baseline!r} is not among the arms: {', '.join(arms)}")
-    run, longest_s, began = _Run(arms, baseline, rule or Rule()), 0.0, clock()
+    run, longest_s, began = _Run(arms, baseline, rule or Rule(), drop), 0.0, clock()
     while not run.stop:
         started = clock()
         run.round()
@@ -120,10 +139,14 @@ def measure(
 class _Run:
     """The state of one run."""
 
-    def __init__(self, arms: Mapping[str, Arm], baseline: str, rule: Rule) -> None:
+    def __init__(self, arms: Mapping[str, Arm], baseline: str, rule: Rule, drop: Drop | None) -> None:
         self._arms = dict(arms)
         self._baseline = baseline
         self._rule = rule
+        self._drop = drop
+        self._dropped: dict[str, Interval] = {}
+        # Rounds at the last judgement of losers, and when the arms became fewer: the orders begin anew there.
+        self._judged = self._since = 0
         self._samples: dict[str, list[float]] = {name: [] for name in arms}
         self._failed: dict[str, str] = {}
         self._n_rounds = self._last_look = 0
@@ -132,7 +155,7 @@ class _Run:
 
     def round(self) -> None:
         names = list(self._arms)
-        for index in balanced_orders(len(names))[self._n_rounds % (2 * len(names))]:
+        for index in balanced_orders(len(names))[(self._n_rounds - self._since) % (2 * len(names))]:
             self._run_arm(names[index])
         self._n_rounds += 1
 
@@ -148,7 +171,8 @@ class _Run:
         self._samples[name].append(seconds)
 
     def judge(self, *, elapsed_s: float, next_s: float) -> None:
-        """Set `stop` when the run is over."""
+        """Let losers go, and set `stop` when the run is over."""
+        self._drop_losers()
         self.stop = self._end(elapsed_s, next_s)
         if self.stop or not self._is_look():
             return
@@ -157,6 +181,21 @@ class _Run:
             self.stop, self._error = "converged", part
         else:
             self._error, self._last_look = self._error - part, self._n_rounds
+
+    def _drop_losers(self) -> None:
+        drop = self._drop
+        rivals = [name for name in self._arms if drop is not None and name not in drop.keep]
+        if drop is None or self._n_rounds < max(drop.least, 2) or len(rivals) < 2:
+            return
+        best = min(rivals, key=lambda name: statistics.median(self._samples[name]))
+        most = self._rule.most if self._rule.rounds is None else self._rule.rounds
+        error = ERROR * (self._n_rounds - self._judged) / (most * (len(rivals) - 1))
+        self._judged = self._n_rounds
+        for name in rivals:
+            ratio = ratio_interval(self._samples[name], self._samples[best], error=error)
+            if name != self._baseline and ratio.low > 1 + drop.margin:
+                self._dropped[name], self._since = ratio, self._n_rounds
+                del self._arms[name]
 
     def _end(self, elapsed_s: float, next_s: float) -> str:
         """Why the run ends here whatever its intervals are; empty when it does not."""
@@ -169,7 +208,7 @@ class _Run:
         return "budget" if late or elapsed_s + next_s > rule.hard_s else ""
 
     def _is_balanced(self) -> bool:
-        return self._n_rounds % (2 * len(self._arms)) == 0
+        return (self._n_rounds - self._since) % (2 * len(self._arms)) == 0
 
     def _is_look(self) -> bool:
         due = max(self._rule.least, self._last_look * _LOOK_GROWTH)
@@ -181,15 +220,26 @@ class _Run:
         return not wide and all(found.half_width <= self._rule.ratio for found in ratios.values())
 
     def _intervals(self, error: float) -> tuple[dict[str, Interval], dict[str, Interval]]:
-        medians = {name: median_interval(values, error=error) for name, values in self._samples.items()}
-        base = self._samples.get(self._baseline, [])
-        others = {name: values for name, values in self._samples.items() if base and name != self._baseline}
+        samples = {name: self._samples[name] for name in self._arms}
+        medians = {name: median_interval(values, error=error) for name, values in samples.items()}
+        base = samples.get(self._baseline, [])
+        others = {name: values for name, values in samples.items() if base and name != self._baseline}
         return medians, {name: ratio_interval(values, base, error=error) for name, values in others.items()}
 
     def found(self) -> Measurement:
-        balanced = bool(self._arms) and not self._failed and self._is_balanced()
-        intervals = self._intervals(self._error)
-        return Measurement(*intervals, self._samples, self._failed, self._n_rounds, self.stop, balanced, self._error)
+        balanced = bool(self._arms) and not self._failed and not self._dropped and self._is_balanced()
+        medians, ratios = self._intervals(self._error)
+        return Measurement(
+            medians=medians,
+            ratios=ratios,
+            samples=self._samples,
+            failed=self._failed,
+            n_rounds=self._n_rounds,
+            stop=self.stop,
+            balanced=balanced,
+            error=self._error,
+            dropped=self._dropped,
+        )
 
 
 def balanced_orders(n: int) -> list[list[int]]:

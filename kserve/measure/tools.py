@@ -99,5 +99,5 @@ def _watched(tool: Tool, symbol: str) -> list[str]:
 
 
 def _child(wish: Wanted, inputs: str) -> list[str]:
-    plain: dict[str, Any] = {**wish._asdict(), "inputs": inputs}
+    plain: dict[str, Any] = {"name": wish.name, "target": wish.target, "spec": wish.spec, "debug": wish.debug, "inputs": inputs}
     return python_command(sys.executable, "kserve.measure.launch_once", json.dumps(plain))

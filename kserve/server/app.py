@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 import kserve
 from kserve.errors import KserveError, RequestError
-from kserve.server import inspecting, routes, upkeep
+from kserve.server import inspecting, routes, tunings, upkeep
 from kserve.server.hot import Activity
 from kserve.service import KernelService
 
@@ -28,7 +28,7 @@ def create_app(service: KernelService, activity: Activity, *, stop: Callable[[],
     app.state.stop = stop
     app.state.activity = activity
     app.state.disassembly = inspecting.Disassembly(service)
-    for part in (routes, inspecting, upkeep):
+    for part in (routes, inspecting, upkeep, tunings):
         app.include_router(part.router)
     app.add_exception_handler(KserveError, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)

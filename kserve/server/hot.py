@@ -167,11 +167,7 @@ def _result(answer: Answer | BaseException) -> dict[str, Any]:
         return {"includes": answer.names}
     if isinstance(answer, Pending):
         return {"pending": answer._asdict()}
-    return {
-        "variants": [
-            {"manifest": found.manifest.to_json(), "origin": found.origin, "seconds": found.seconds} for found in answer
-        ]
-    }
+    return {"variants": [{**found._asdict(), "manifest": found.manifest.to_json()} for found in answer]}
 
 
 async def add_source(service: KernelService, chunks: AsyncIterator[bytes]) -> dict[str, Any]:

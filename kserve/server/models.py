@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from kserve.knobs import KNOB_NAME
 from kserve.protocol import PROTOCOL
 from kserve.server.reading import (
     DIGEST,
@@ -15,10 +16,13 @@ from kserve.server.reading import (
     LONGEST_WAIT_S,
     MOST_FILES,
     MOST_KERNELS,
+    MOST_KNOBS,
     MOST_ROOTS,
     MOST_STAMPS,
     USES,
 )
+from kserve.spec import NAME
+from kserve.tuning import MOST_ROWS
 
 Digest = Annotated[str, StringConstraints(pattern=DIGEST)]
 Text = Annotated[str, StringConstraints(max_length=LONGEST_TEXT)]
@@ -58,6 +62,24 @@ class AliasModel(_Model):
 
     request: Digest
     stamps: dict[Text, Annotated[list[int], Field(max_length=4)]] = Field(max_length=MOST_STAMPS)
+    variables: dict[Text, Annotated[list[Text], Field(max_length=MOST_KNOBS)]] = Field(default={}, max_length=MOST_KNOBS)
+
+
+class DeviceModel(_Model):
+    """What a kernel will run on: the driver's name for it, multiprocessors, L2 cache, MIG profile."""
+
+    name: Text
+    sm_count: int
+    l2_bytes: int
+    mig: Text
+
+
+class KnobsModel(_Model):
+    """Values of knobs that the caller chose, the bucket of its sizes, its device: by the last two a tuning is found."""
+
+    values: dict[Text, int] = Field(default={}, max_length=MOST_KNOBS)
+    sizes: dict[Text, int] = Field(default={}, max_length=MOST_KNOBS)
+    device: DeviceModel | None = None
 
 
 class RootModel(_Model):
@@ -86,6 +108,8 @@ class KernelModel(_Model):
     build: bool = True
     debug: Literal["", "lineinfo", "device", "sanitize"] = ""
     alias: AliasModel | None = None
+    knobs: KnobsModel | None = None
+    generic: bool = True
     outside: OutsideModel | None = None
 
 
@@ -97,6 +121,42 @@ class ResolveModel(_Model):
     client: Text
     wait_s: float = Field(ge=0, le=LONGEST_WAIT_S)
     kernels: list[KernelModel] = Field(max_length=MOST_KERNELS)
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Bounds = Annotated[list[Finite], Field(min_length=3, max_length=3)]
+KnobName = Annotated[str, StringConstraints(pattern=f"^{KNOB_NAME.pattern}$")]
+SizeName = Annotated[str, StringConstraints(pattern=f"^{NAME.pattern}$")]
+_CLOSED: dict[str, Any] = {"additionalProperties": False}
+
+
+class RowModel(_Model):
+    """One configuration of a sweep and what became of it; `us` and `ratio` are a median and its bounds."""
+
+    knobs: dict[KnobName, int] = Field(max_length=MOST_KNOBS, json_schema_extra=_CLOSED)
+    state: Text
+    reason: Text = ""
+    us: Bounds | None = None
+    ratio: Bounds | None = None
+    resources: dict[Text, int] = Field(default={}, max_length=100)
+    digest: Text = ""
+    at: Finite = 0.0
+
+
+class TuningModel(_Model):
+    """The values of a kernel's knobs that won on one kind of device for one bucket of sizes, and the evidence."""
+
+    base: Digest
+    kernel: Text
+    spec: dict[Text, bool | int | Text] = Field(max_length=100)
+    target: Text
+    device: DeviceModel
+    sizes: dict[SizeName, int] = Field(max_length=MOST_KNOBS, json_schema_extra=_CLOSED)
+    knobs: dict[KnobName, int] = Field(min_length=1, max_length=MOST_KNOBS, json_schema_extra=_CLOSED)
+    rows: list[RowModel] = Field(max_length=MOST_ROWS)
+    toolchain: Text
+    version: Text
+    created_at: Finite
 
 
 KeyPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{6,64}$")]

@@ -15,12 +15,15 @@ from kserve.artifact import DEBUGS
 from kserve.build.extension_job import Outside, Root
 from kserve.build.planner import AliasWish, KernelRequest
 from kserve.build.pool import Environment
+from kserve.build.tuned import NO_WISH, KnobWish
 from kserve.errors import ForeignPeer, RequestError
+from kserve.tuning import Device
 
 MOST_KERNELS = 1000
 MOST_FILES = 1000
 MOST_STAMPS = 20_000
 MOST_ROOTS = 200
+MOST_KNOBS = 100
 USES = r"^(?:quote [A-Za-z0-9_./+-]+|include|system|library|read|project)$"
 LONGEST_TEXT = 4096
 LONGEST_WAIT_S = 600.0
@@ -64,7 +67,7 @@ def read_resolve(content: bytes, *, may_alias: bool) -> ResolveRequest:
 
 
 def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
-    optional = ("spec", "build", "alias", "debug", "outside")
+    optional = ("spec", "build", "alias", "knobs", "generic", "debug", "outside")
     fields = _Fields(place, plain, ("name", "files", "target", "environment"), optional)
     files = fields.table("files", MOST_FILES)
     for name, digest in files.items():
@@ -88,6 +91,8 @@ def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
         environment=_environment(f"{place}.environment", fields.get("environment")),
         build=fields.flag("build", default=True),
         alias=alias if may_alias else None,
+        knobs=_knobs(f"{place}.knobs", fields.get("knobs")),
+        generic=fields.flag("generic", default=True),
         outside=_outside(f"{place}.outside", fields.get("outside"), may_read=may_alias),
         debug=debug,
     )
@@ -124,7 +129,7 @@ def _environment(place: str, plain: object) -> Environment:
 def _alias(place: str, plain: object) -> AliasWish | None:
     if plain is None:
         return None
-    fields = _Fields(place, plain, ("request", "stamps"))
+    fields = _Fields(place, plain, ("request", "stamps"), ("variables",))
     request = fields.text("request")
     if not _DIGEST.fullmatch(request):
         raise _refused(f"{place}.request", "64 hex digits")
@@ -133,7 +138,31 @@ def _alias(place: str, plain: object) -> AliasWish | None:
         numbers = stamp if isinstance(stamp, list) and len(stamp) <= 4 else [None]
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
             raise _refused(f"{place}.stamps.{name[:80]}", "up to four integers")
-    return AliasWish(request, stamps)
+    variables = fields.table("variables", MOST_KNOBS, default={})
+    for knob, names in variables.items():
+        if not isinstance(names, list) or len(names) > MOST_KNOBS:
+            raise _refused(f"{place}.variables.{knob[:80]}", "a list of texts")
+        for name in names:
+            _text(f"{place}.variables.{knob[:80]}", name)
+    return AliasWish(request, stamps, variables)
+
+
+def _knobs(place: str, plain: object) -> KnobWish:
+    if plain is None:
+        return NO_WISH
+    fields = _Fields(place, plain, (), ("values", "sizes", "device"))
+    numbers = {field: fields.table(field, MOST_KNOBS, default={}) for field in ("values", "sizes")}
+    for field, found in numbers.items():
+        for name, value in found.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise _refused(f"{place}.{field}.{name[:80]}", "an integer")
+    device = fields.get("device")
+    return KnobWish(numbers["values"], numbers["sizes"], None if device is None else _device(f"{place}.device", device))
+
+
+def _device(place: str, plain: object) -> Device:
+    fields = _Fields(place, plain, Device._fields)
+    return Device(fields.text("name"), fields.integer("sm_count"), fields.integer("l2_bytes"), fields.text("mig"))
 
 
 class _Fields:

@@ -13,7 +13,7 @@ from typing import Protocol
 from kserve.key import digest_of
 
 CONTENT_ADDRESSED = ("payload", "source", "toolchain")
-KINDS = (*CONTENT_ADDRESSED, "manifest", "pin", "alias")
+KINDS = (*CONTENT_ADDRESSED, "manifest", "pin", "alias", "tuning")
 _NAME = re.compile(rf"({'|'.join(KINDS)})/[0-9a-f]{{64}}")
 _KEY = re.compile(r"[0-9a-f]{64}")
 

@@ -114,14 +114,19 @@ class Collector:
 
     def forget_aliases(self) -> int:
         """Remove what leads to artifacts that are gone; how many."""
-        gone = [name for name in (f"alias/{key}" for key in list(self._files.keys("alias"))) if self._leads_nowhere(name)]
+        gone, signposts, used = [], [], set()
+        for name in [f"alias/{key}" for key in self._files.keys("alias")]:
+            alias = alias_from_bytes(self._read_quietly(name))
+            if alias is None or not all(self._files.stamp(f"manifest/{variant[0]}") for variant in alias.variants):
+                gone.append(name)
+            elif alias.signpost:
+                signposts.append(name)
+            else:
+                used.add(f"alias/{alias.behind}")
+        gone += [name for name in signposts if name not in used]
         for some in batches(gone):
             self._index.removed([name for name in some if self._delete(name)])
         return len(gone)
-
-    def _leads_nowhere(self, name: str) -> bool:
-        alias = alias_from_bytes(self._read_quietly(name))
-        return alias is None or not all(self._files.stamp(f"manifest/{variant[0]}") for variant in alias.variants)
 
     def _read_quietly(self, name: str) -> bytes:
         with contextlib.suppress(StoreError):

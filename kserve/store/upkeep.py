@@ -210,6 +210,12 @@ class Upkeep:
                 self.index.removed([f"pin/{key}"])
             self.collect()
 
+    def discard(self, name: str) -> None:
+        """Remove a record that nothing names. Raises: StoreError."""
+        with self._lock:
+            self.files.delete(name)
+            self.index.removed([name])
+
     def purge_quarantine(self) -> tuple[int, int]:
         """Remove what was put aside; files and bytes. Takes no lock. Raises: StoreError."""
         return self._purge([*self.files.put_aside()])

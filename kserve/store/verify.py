@@ -10,6 +10,7 @@ from kserve.artifact import Manifest, manifest_from_bytes
 from kserve.errors import CorruptArtifact
 from kserve.store.base import CONTENT_ADDRESSED
 from kserve.store.files import FileStore
+from kserve.tuning import tuning_from_bytes
 
 
 class Verified(NamedTuple):
@@ -51,7 +52,19 @@ def verify(store: FileStore, *, sample: int | None = None) -> Verified:
             continue
         if _is_orphaned(store, manifest):
             orphaned.append(key)
+    tunings = [f"tuning/{key}" for key in _drawn(store, "tuning", sample)]
+    damaged += [name for name in tunings if _is_no_tuning(store, name)]
+    n_checked += len(tunings)
     return Verified(n_checked, sorted(damaged), sorted(orphaned))
+
+
+def _is_no_tuning(store: FileStore, name: str) -> bool:
+    """Whether what lies there is damaged, and is put aside now."""
+    content = store.get(name)
+    is_damaged = content is not None and tuning_from_bytes(content) is None
+    if is_damaged:
+        store.quarantine(name)
+    return is_damaged
 
 
 def _is_orphaned(store: FileStore, manifest: Manifest) -> bool:

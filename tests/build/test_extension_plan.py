@@ -8,7 +8,7 @@ import pytest
 
 from kserve.build.extension_job import Outside, Root
 from kserve.build.includes import MissingIncludes, as_built, with_includes
-from kserve.build.plan import Debug, Plan, job_of, plan_builds
+from kserve.build.plan import Debug, Plan, job_of, plan_builds, plan_extension
 from kserve.build.unit_plan import unit_plans
 from kserve.errors import InvalidDefinition, InvalidSpec
 from kserve.kernel_toml import read_definition
@@ -43,10 +43,11 @@ def planned(toml: str = TOML, *, target: str = "sm_90", spec: dict[str, Any] | N
     files = {**FILES, **changes.pop("files", {})}
     fingerprint = COMPILERS._replace(**changes.pop("fingerprint", {}))
     (entry,) = definition.entries.values()
-    (plan,) = plan_builds(
-        definition, entry, spec=spec or {}, target=parse_target(target), fingerprint=fingerprint, files=files, **changes
-    )
-    return plan
+    made_of: dict[str, Any] = {"spec": spec or {}, "target": parse_target(target), "fingerprint": fingerprint, "files": files}
+    if "outside" not in changes:
+        (plan,) = plan_builds(definition, entry, **made_of, **changes)
+        return plan
+    return plan_extension(definition, entry, **made_of, **changes)
 
 
 def keys(plan: Plan) -> tuple[str, str, str]:
@@ -143,7 +144,7 @@ def test_a_flag_names_no_place_that_the_request_has_not():
 
 
 def test_an_extension_has_no_debug_variant():
-    with pytest.raises(InvalidSpec, match="no debug variants"):
+    with pytest.raises(InvalidSpec, match="without debug variants"):
         planned(debug=Debug("lineinfo", "/root"))
 
 

@@ -166,3 +166,12 @@ def test_everything_the_store_holds_can_be_locked(kernels: Path, own_place: Path
 def test_a_bare_target_stands_for_the_exact_one_that_is_locked(locked, exact, wished, answers):
     entry = Locked("k", locked, exact, {"n": 1}, {}, (LockedArtifact("declared", "a" * 64, "b" * 64),))
     assert entry.answers("k", {"n": 1}, wished) == answers
+
+
+def test_a_lock_from_before_there_were_knobs_still_holds(lock: Path):
+    plain = json.loads(lock.read_text())
+    for kernel in plain["kernels"]:
+        assert (kernel.pop("knobs"), kernel.pop("variables")) == ({}, {})
+    lock.write_text(json.dumps({**plain, "schema": 1}))
+    client.forget()
+    assert get_kernel("scale", target=TARGET).origin == "disk"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kserve
+from kserve.protocol import PROTOCOL
 from tests.support.clients import ASK
 from tests.support.daemon import Daemon, daemon, variables
 from tests.support.definitions import write_cuda
@@ -28,7 +29,7 @@ from kserve import protocol
 kserve.__version__, protocol.PROTOCOL = "9.9.9", {protocol}
 """
 COMMAND = "from kserve.cli import main\nsys.exit(main(sys.argv[1:]))"
-PROTOCOLS = [0, 2]
+PROTOCOLS = [PROTOCOL - 1, PROTOCOL + 1]
 
 
 def run_release(code: str, root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -95,7 +96,7 @@ def test_a_client_of_another_protocol_is_a_sentence_too(root: Path, protocol: in
         assert found.process.wait(10) == 0
 
 
-@pytest.mark.parametrize("other_daemon", [1], indirect=True)
+@pytest.mark.parametrize("other_daemon", [PROTOCOL], indirect=True)
 def test_another_release_of_this_protocol_works(root: Path, other_daemon: Daemon):
     first = run_release(ASK, root, "scale", "sm_90", "{}")
     assert json.loads(first.stdout.splitlines()[-1])["origin"] == "built"

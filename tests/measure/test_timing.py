@@ -13,6 +13,7 @@ import pytest
 from kserve.measure.timing import (
     ERROR,
     ArmFailed,
+    Drop,
     Interval,
     Measurement,
     Rule,
@@ -235,3 +236,59 @@ def test_quantiles_of_students_t(error, degrees, expected):
 def test_there_is_no_quantile_outside_its_range(error, degrees):
     with pytest.raises(ValueError, match="no t for"):
         t_quantile(error, degrees)
+
+
+DROP, RULE = Drop(), Rule()
+
+
+def race(seed: int, *ratios: float, drop: Drop | None = DROP, rule: Rule = RULE, noise: float = ROUND_NOISE) -> Measurement:
+    """One arm of each duration, called by its place."""
+    rng = random.Random(seed)
+    arms = {str(place): noisy(rng, seconds=ratio * 1e-3, noise=noise) for place, ratio in enumerate(ratios)}
+    return measure(arms, rule=rule, drop=drop, clock=lambda: 0.0)
+
+
+def test_a_clear_loser_leaves_early_and_is_measured():
+    found = race(1, 1.0, 1.5, 3.0, 1.01)
+    assert set(found.dropped) == {"1", "2"} and set(found.medians) == {"0", "3"}
+    assert len(found.samples["2"]) < len(found.samples["0"]) == found.n_rounds
+    assert found.dropped["2"].value == pytest.approx(3.0, rel=0.05) and found.dropped["2"].low > 1.05
+    assert found.stop == "converged" and not found.balanced
+
+
+def test_nobody_leaves_without_a_rule_for_it_or_within_the_margin():
+    assert race(1, 1.0, 3.0, drop=None).dropped == {}
+    assert race(1, 1.0, 1.04).dropped == {}
+    assert race(1, 1.0, 3.0, rule=Rule(rounds=3)).dropped == {}
+
+
+def test_the_baseline_and_what_is_kept_never_leave_and_what_is_kept_judges_nobody():
+    found = race(1, 2.0, 1.0, 3.0, 0.1, drop=Drop(keep=frozenset({"3"})))
+    assert set(found.dropped) == {"2"}
+    assert set(found.medians) == {"0", "1", "3"}
+
+
+def test_the_best_arm_is_almost_never_dropped():
+    """Ten arms as noisy as the margin is wide, one of them best: the error allowed is 5 %, the looks share it."""
+    lost = [
+        seed
+        for seed in range(60)
+        if "0"
+        in race(seed, *([1.0] + [1.02] * 9), drop=Drop(margin=0.0, keep=frozenset()), rule=Rule(most=32), noise=0.03).dropped
+    ]
+    assert len(lost) <= 0.05 * 60
+
+
+def test_after_a_loser_left_the_orders_begin_anew():
+    order: list[str] = []
+
+    def arm(name: str, seconds: float) -> Callable[[], float]:
+        return lambda: order.append(name) or seconds
+
+    found = measure(
+        {"a": arm("a", 1.0), "b": arm("b", 1.0), "c": arm("c", 9.0)}, rule=Rule(rounds=12), drop=Drop(), clock=lambda: 0.0
+    )
+    assert set(found.dropped) == {"c"} and found.n_rounds == 12
+    rest = order[3 * len(found.samples["c"]) :]
+    rounds = list(zip(*[iter(rest)] * 2, strict=True))
+    assert Counter(rounds)["a", "b"] == Counter(rounds)["b", "a"]

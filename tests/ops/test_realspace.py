@@ -270,15 +270,18 @@ def test_reasons_for_the_reference():
 # The kernels, interpreted
 
 
-def definition_and_spec(n_ang: int, n_grid: int) -> tuple[Any, dict[str, Any]]:
+def definition_and_values(n_ang: int, n_grid: int, name: str = "realspace_fwd") -> tuple[Any, dict[str, Any]]:
+    """The definition, and what its expressions may use: the spec, and every knob at its default."""
     definition = read_definition((FOLDER / "kernel.toml").read_bytes(), origin="kernel.toml")
-    return definition, definition.specialise(definition.entries["realspace_fwd"], {"n_ang": n_ang, "n_grid": n_grid})
+    entry = definition.entries[name]
+    spec = definition.specialise(entry, {"n_ang": n_ang, "n_grid": n_grid})
+    return definition, {**spec, **definition.knob_values(entry, spec, {})}
 
 
 @pytest.mark.parametrize("n_ang", range(1, 9))
 def test_grid_of_zero_is_the_default_grid(n_ang):
-    assert definition_and_spec(n_ang, 0)[1]["points"] == default_n_grid(n_ang)
-    assert definition_and_spec(n_ang, 200)[1]["points"] == 200
+    assert definition_and_values(n_ang, 0)[1]["points"] == default_n_grid(n_ang)
+    assert definition_and_values(n_ang, 200)[1]["points"] == 200
 
 
 def test_kernels_under_the_interpreter():
@@ -315,10 +318,10 @@ def interpret(source: Any, operands: list[torch.Tensor], n_grid: int) -> None:
 def launch(source: Any, name: str, operands: tuple[torch.Tensor, ...], n_grid: int, expected: Any) -> None:
     """One interpreted launch, with the constants and the grid of the definition."""
     rows, n_ang = operands[0].shape[1:]
-    definition, spec = definition_and_spec(n_ang, n_grid)
+    definition, values = definition_and_values(n_ang, n_grid, name)
     entry = definition.entries[name]
-    constants = {a.name: a.value.evaluate(spec) for a in entry.arguments if a.kind == "constexpr"}
-    grid = tuple(expression.evaluate({**spec, **constants, "rows": rows}) for expression in entry.launch.grid)
+    constants = {a.name: a.value.evaluate(values) for a in entry.arguments if a.kind == "constexpr"}
+    grid = tuple(expression.evaluate({**values, **constants, "rows": rows}) for expression in entry.launch.grid)
     outputs = (poisoned(operands[0]), poisoned(operands[0]))
     if grid[0]:
         getattr(source, name)[grid](*operands, *bases(n_ang, n_grid), *outputs, rows, **constants)
@@ -336,7 +339,7 @@ def compiled(name: str, n_ang: int, n_grid: int, target: str, *, aligned: bool) 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    definition, spec = definition_and_spec(n_ang, n_grid)
+    definition, values = definition_and_values(n_ang, n_grid, name)
     arguments = definition.entries[name].arguments
     located = importlib.util.spec_from_file_location("realspace", FOLDER / "realspace.py")
     source = importlib.util.module_from_spec(located)
@@ -345,11 +348,11 @@ def compiled(name: str, n_ang: int, n_grid: int, target: str, *, aligned: bool) 
     stated = ASTSource(
         fn=getattr(source, name),
         signature={a.name: kinds.get(a.kind, a.kind) for a in arguments},
-        constexprs={a.name: a.value.evaluate(spec) for a in arguments if a.kind == "constexpr"},
+        constexprs={a.name: a.value.evaluate(values) for a in arguments if a.kind == "constexpr"},
         attrs={(i,): [["tt.divisibility", 16]] for i, a in enumerate(arguments) if aligned and a.align == 16},
     )
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
-    return triton.compile(stated, target=gpu, options={"num_warps": definition.options["num_warps"].evaluate(spec)})
+    return triton.compile(stated, target=gpu, options={"num_warps": definition.options["num_warps"].evaluate(values)})
 
 
 def spilled(artifact: Any, directory: Path) -> list[str]:

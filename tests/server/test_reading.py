@@ -29,7 +29,13 @@ VALID: dict[str, Any] = {
             "environment": {"python": "/p", "python_path": ["/a"], "loaded": {"torch": "2.11"}, "cuda_home": "/c"},
             "build": False,
             "debug": "device",
-            "alias": {"request": "a" * 64, "stamps": {"0": [1, 2, 3, 4], "0/k": []}},
+            "alias": {"request": "a" * 64, "stamps": {"0": [1, 2, 3, 4], "0/k": []}, "variables": {"B": ["KSERVE_K_B"]}},
+            "knobs": {
+                "values": {"B": 64},
+                "sizes": {"n": 8},
+                "device": {"name": "GPU", "sm_count": 132, "l2_bytes": 1 << 20, "mig": ""},
+            },
+            "generic": True,
             "outside": {
                 "roots": [
                     {"path": "/r", "use": "quote a/b", "identity": "p-1"},
@@ -64,6 +70,15 @@ PLACES = [
     ("kernels", 0, "alias", "request"),
     ("kernels", 0, "alias", "stamps"),
     ("kernels", 0, "alias", "stamps", "0"),
+    ("kernels", 0, "alias", "variables"),
+    ("kernels", 0, "alias", "variables", "B"),
+    ("kernels", 0, "knobs", "values"),
+    ("kernels", 0, "knobs", "sizes", "n"),
+    ("kernels", 0, "knobs", "device"),
+    ("kernels", 0, "knobs", "device", "name"),
+    ("kernels", 0, "knobs", "device", "sm_count"),
+    ("kernels", 0, "knobs", "device", "more"),
+    ("kernels", 0, "knobs", "more"),
     ("more",),
 ]
 VALUES = st.one_of(

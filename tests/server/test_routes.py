@@ -104,6 +104,10 @@ def test_openapi_has_every_route(served: Daemon):
         ("POST", protocol.PINS + "/remove"),
         ("GET", protocol.QUARANTINE),
         ("POST", protocol.QUARANTINE + "/purge"),
+        ("GET", protocol.TUNINGS),
+        ("POST", protocol.TUNINGS),
+        ("GET", protocol.TUNINGS + "/{name}"),
+        ("POST", protocol.TUNINGS + "/{name}/remove"),
         ("POST", protocol.SHUTDOWN),
     }
 
@@ -274,7 +278,7 @@ def test_a_source_that_is_too_large(served: Daemon):
     assert error_of(status, answer)["code"] == "bad-request"
 
 
-@pytest.mark.parametrize("theirs", [0, 2, 999])
+@pytest.mark.parametrize("theirs", [0, protocol.PROTOCOL - 1, protocol.PROTOCOL + 1])
 def test_another_protocol_is_refused(served: Daemon, theirs: int):
     status, answer = raw(served, "POST", protocol.RESOLVE, json.dumps(body_with(protocol=theirs, version="9.9")).encode())
     error = error_of(status, answer)
@@ -284,7 +288,7 @@ def test_another_protocol_is_refused(served: Daemon, theirs: int):
 
 
 def test_a_client_refuses_a_daemon_of_another_protocol(served: Daemon, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(protocol, "PROTOCOL", 2)
+    monkeypatch.setattr(protocol, "PROTOCOL", protocol.PROTOCOL + 1)
     with pytest.raises(ProtocolMismatch):
         served.call("GET", protocol.STATUS)
 

@@ -105,6 +105,10 @@ dtype = { type = "dtype", values = ["float32", "torch.float16"], default = "floa
 fast = { type = "bool", values = [false], default = false }
 mode = { type = "enum", values = ["a", "b"], default = "a" }
 tag = { type = "string", default = "x" }
+[knobs]
+THREADS = { values = [64, 128], min = 32, max = 1024, default = 128, alias = "FULL_THREADS" }
+UNROLL = { values = [1, 2], default = "1 + (size > 8)" }
+constraints = ["THREADS % 32 == 0", "UNROLL <= size"]
 [derived]
 twice = "2 * size"
 one = 1
@@ -116,7 +120,8 @@ features = "arch"
 [[entry]]
 name = "scale"
 summary = "one line"
-function = "scale<{size}, {dtype}, {twice}>"
+function = "scale<{size}, {dtype}, {twice}, {UNROLL}>"
+knob_defaults = { UNROLL = 2 }
 arguments = [
   { name = "x", type = "pointer", dtype = "dtype", mutated = true, nullable = true, contiguous = false, align = 16 },
   { name = "n", type = "i64", divisible_by = 4 },
@@ -125,7 +130,7 @@ arguments = [
   { name = "s", type = "struct", size_bytes = 24 },
   { name = "m", type = "tensor_map" },
 ]
-launch = { grid = ["cdiv(n, 128)", 1, "one"], block = [128], shared_bytes = "4 * size" }
+launch = { grid = ["cdiv(n, 128)", 1, "one"], block = ["THREADS"], shared_bytes = "4 * size" }
 """
 FULL_TRITON = """
 schema = 1
@@ -133,8 +138,11 @@ language = "triton"
 sources = ["kernel.py"]
 [spec]
 block = { type = "int", default = 128 }
+[knobs]
+WARPS = { values = [2, 4, 8], default = 4 }
+SPLIT = { values = [1, 2], default = "1 + (block > 64)" }
 [options]
-num_warps = 4
+num_warps = "WARPS"
 num_stages = "1 + (block > 64)"
 maxnreg = 64
 [target]
@@ -149,8 +157,32 @@ arguments = [
   { name = "n", type = "i64", divisible_by = 16 },
   { name = "BLOCK", type = "constexpr", value = "block" },
   { name = "FLAG", type = "constexpr", value = true },
+  { name = "SPLIT", type = "constexpr", value = "SPLIT" },
 ]
-launch = { grid = ["cdiv(n, BLOCK)"] }
+launch = { grid = ["cdiv(n, BLOCK) * SPLIT"] }
+"""
+
+# `scale` with a knob that reaches the source, the block and the grid, and one that the source alone sees.
+KNOB_TOML = (
+    CUDA_TOML.replace(
+        "[target]",
+        """[knobs]
+BLOCK = { values = [64, 128, 256], default = "128 + 128 * (size > 8)", alias = "THE_BLOCK" }
+UNROLL = { values = [1, 2], default = 1 }
+constraints = ["BLOCK * UNROLL <= 256"]
+[target]""",
+    )
+    .replace("scale<{size}>", "scale<{size}, {BLOCK}, {UNROLL}>")
+    .replace('"cdiv(n, 128)"', '"cdiv(n, BLOCK)"')
+    .replace("block = [128]", 'block = ["BLOCK"]')
+)
+KNOB_SOURCE = """
+template <int SIZE, int BLOCK, int UNROLL>
+__global__ void scale(const float* x, float* out, int n, float factor) {
+  static_assert(BLOCK % 32 == 0, "whole warps");
+  int i = blockIdx.x * BLOCK + threadIdx.x;
+  if (i < n) out[i] = factor * x[i] + UNROLL - UNROLL;
+}
 """
 
 FULL_EXTENSION = """

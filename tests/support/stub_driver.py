@@ -36,6 +36,8 @@ int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxPushCurrent_v2(void *context) { return 0; }
 int cuCtxPopCurrent_v2(void **context) { return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)0xC0; return 0; }
+char stub_name[256] = "Stub GPU";
+int cuDeviceGetName(char *name, int length, int device) { strncpy(name, stub_name, length); return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
   *value = attribute == 75 ? 9 : attribute == 76 ? 0 : 232448;
   return 0;
@@ -121,6 +123,11 @@ class StubDriver:
     def reset(self) -> None:
         self.set(device=0, context_status=0, launch_status=0, n_launches=0, n_params=0, gate=-1, at_gate=0, shut=0)
         self.own(0, 0)
+        self.name("Stub GPU")
+
+    def name(self, text: str) -> None:
+        """What the driver calls its device."""
+        (ctypes.c_char * 256).in_dll(self._library, "stub_name").value = text.encode()
 
     def set(self, **knobs: int) -> None:
         """device, context_status, launch_status; gate: a descriptor that a launch reads a byte from first."""

@@ -76,7 +76,7 @@ MARKED = {
     "a field that is none": (FULL_CUDA, "schema = 1", "schema = 1\ncolour = 1"),
     "a field of another type of argument": (FULL_CUDA, 'type = "f32"', 'type = "f32", align = 4'),
     "a field of another type of axis": (FULL_CUDA, 'type = "string"', 'type = "string", min = 1'),
-    "a field left out": (FULL_CUDA, 'function = "scale<{size}, {dtype}, {twice}>"', ""),
+    "a field left out": (FULL_CUDA, 'function = "scale<{size}, {dtype}, {twice}, {UNROLL}>"', ""),
     "a type that is none": (FULL_CUDA, '"tensor_map"', '"tensormap"'),
     "a dtype that is none": (FULL_CUDA, '"torch.float16"', '"torch.half"'),
     "another language": (FULL_CUDA, 'language = "cuda"', 'language = "triton"'),
@@ -84,7 +84,7 @@ MARKED = {
     "a fact Triton does not know": (FULL_TRITON, "align = 32", "align = 8"),
     "an alignment that is none": (FULL_CUDA, "align = 16", "align = 24"),
     "too large a struct": (FULL_CUDA, "size_bytes = 24", "size_bytes = 5000"),
-    "a launch without a block": (FULL_CUDA, ", block = [128]", ""),
+    "a launch without a block": (FULL_CUDA, ', block = ["THREADS"]', ""),
     "a file outside": (FULL_CUDA, '"*.cuh"', '"../*.cuh"'),
     "a path from the root": (FULL_CUDA, '"*.cuh"', '"/usr/include/*.h"'),
     "a flag that reads a file": (FULL_CUDA, '"-DX=1"', '"--include-path=/usr"'),
@@ -106,6 +106,16 @@ MARKED = {
     "a compiler's flag that reads a file": (FULL_EXTENSION, '"-DX=1"', '"-I/usr"'),
     "a compiler's flag that names a target": (FULL_EXTENSION, '"--use_fast_math"', '"-gencode=arch=compute_80,code=sm_80"'),
     "a name that is no module's": (FULL_EXTENSION, '"Named_1"', '"named-1"'),
+    "a knob in lower case": (FULL_CUDA, "THREADS = {", "threads = {"),
+    "a knob without a default": (FULL_CUDA, ', default = "1 + (size > 8)"', ""),
+    "a knob without values": (FULL_CUDA, "values = [1, 2]", "values = []"),
+    "a knob's value twice": (FULL_CUDA, "values = [1, 2]", "values = [1, 1]"),
+    "a negative knob": (FULL_CUDA, "values = [1, 2]", "values = [-1, 2]"),
+    "a knob with another field": (FULL_CUDA, "min = 32", "least = 32"),
+    "an alias in lower case": (FULL_CUDA, '"FULL_THREADS"', '"full_threads"'),
+    "an alias that is a setting": (FULL_CUDA, '"FULL_THREADS"', '"KSERVE_STORE"'),
+    "constraints that are no list": (FULL_CUDA, 'constraints = ["THREADS % 32 == 0", "UNROLL <= size"]', 'constraints = "1"'),
+    "a default that is a list": (FULL_CUDA, "knob_defaults = { UNROLL = 2 }", "knob_defaults = { UNROLL = [2] }"),
     "a long expression": (FULL_CUDA, '"2 * size"', '"2 * ' + "1 * " * 100 + 'size"'),
 }
 
@@ -121,8 +131,9 @@ def test_what_the_schema_marks_the_reader_refuses(text: str, old: str, new: str)
 WRONG = [..., "text!", "", 7, -1, 1.5, True, [1], {"a": 1}]
 # Where a definition agrees with itself is the reader's alone to say.
 JOINED = re.compile(
-    r"field (spec\.\w+\.(default|values|max)|derived\.\w+|options\.(num_warps|num_stages|maxnreg)"
-    r"|entry\[0\]\.(function|arguments\[\d\]\.(dtype|value)|launch\.(grid|block|shared_bytes)))[ :]"
+    r"field (spec\.\w+\.(default|values|max)|knobs\.(constraints|\w+\.(values|min|max|default))|derived\.\w+"
+    r"|options\.(num_warps|num_stages|maxnreg)"
+    r"|entry\[0\]\.(function|knob_defaults\.\w+|arguments\[\d\]\.(name|dtype|value)|launch\.(grid|block|shared_bytes)))[ :]"
 )
 
 

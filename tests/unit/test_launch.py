@@ -410,8 +410,8 @@ def test_none_is_a_null_pointer_where_the_definition_allows_it(nullable, refused
     ],
     ids=range(12),
 )
-def test_declared_facts_hold_for_all_arguments_or_not_at_all(params, values, hold):
-    assert launch._facts_hold(params, values) is hold
+def test_declaredfacts_hold_for_all_arguments_or_not_at_all(params, values, hold):
+    assert launch.facts_hold(params, values) is hold
 
 
 @pytest.mark.parametrize(("address", "n"), [(0x1000, 16), (0x1008, 16), (0x1000, 17), (0x1001, 1), (0, 0)])
@@ -419,7 +419,7 @@ def test_the_generated_condition_agrees_with_the_slow_one(address, n):
     params = [X, OUT._replace(align=32), Param("n", "i32", "", 16, 4, divisible_by=16)]
     values = {"x": address, "out": 0x2000, "n": n}
     condition = quick._fact_condition(params)
-    assert eval(condition, {}, {"_p_x": address, "_p_out": 0x2000, "n": n}) is launch._facts_hold(params, values)
+    assert eval(condition, {}, {"_p_x": address, "_p_out": 0x2000, "n": n}) is launch.facts_hold(params, values)
 
 
 NAMES = {"n": 1000, "size": 8}
