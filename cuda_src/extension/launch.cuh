@@ -61,8 +61,9 @@ int KSERVE_NAMED(kserve_norm_residual)(const float* x, const float* residual, co
 int KSERVE_NAMED(kserve_edge_features)(const float* x, const std::int64_t* edge_index, const float* edge_h, float* out,
                                        std::int64_t n_nodes, std::int64_t n_edges, int edges_per_block, int edges_per_warp,
                                        void* stream) {
-  edge_features<float, KSERVE_HIDDEN, KSERVE_EDGE_LANES>
-      <<<blocks(n_edges, edges_per_block), 512, 0, static_cast<cudaStream_t>(stream)>>>(
+  constexpr int ahead = 2, threads = 512;  // as the knobs are by default
+  edge_features<float, KSERVE_HIDDEN, KSERVE_EDGE_LANES, ahead, threads>
+      <<<blocks(n_edges, edges_per_block), threads, 0, static_cast<cudaStream_t>(stream)>>>(
           x, reinterpret_cast<Index>(edge_index), edge_h, out, n_nodes, n_edges, edges_per_block, edges_per_warp);
   return static_cast<int>(cudaGetLastError());
 }

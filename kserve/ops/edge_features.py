@@ -15,8 +15,7 @@ from kserve.ops.library import define
 WIDEST = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# The launch of cuda_src/edge_features: warps of a block, blocks that are on a multiprocessor at once.
-_WARPS, _BLOCKS = 16, 2
+_WARPS = 32  # on a multiprocessor at once, as far as their registers allow
 _MOST_EDGES_A_WARP = 32
 
 
@@ -89,26 +88,26 @@ def _launch(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tensor) -> 
     n_edges, hidden = edge_h.shape
     kernel = get_kernel("fused_edge_features", dtype=_KERNEL_DTYPES[x.dtype], hidden=hidden)
     out = x.new_empty((n_edges, 3 * hidden))
-    per_block, per_warp = shares(n_edges, hidden, multiprocessors(x.device))
+    of_block = kernel.manifest.contract.constants["THREADS"] // 32
+    per_block, per_warp = shares(n_edges, hidden, multiprocessors(x.device), of_block)
     kernel(x, edge_index, edge_h, out, x.shape[0], n_edges, per_block, per_warp)
     return out
 
 
 @lru_cache(maxsize=256)
-def shares(n_edges: int, hidden: int, n_multiprocessors: int) -> tuple[int, int]:
+def shares(n_edges: int, hidden: int, n_multiprocessors: int, warps_of_block: int = 16) -> tuple[int, int]:
     """Edges of a block and of a warp at a time.
 
     Many edges: every block that fits on the device gets one range of neighbours, whose node rows it then finds in its own
     caches. Few: as few to a warp as it can have under way at once, so that every multiprocessor has some.
     """
     at_once = 2 * max(1, 32 // min(32, 1 << max(0, (-(-hidden // 4) - 1).bit_length())))
-    warps = n_multiprocessors * _BLOCKS * _WARPS
-    rounds = -(-n_edges // (warps * at_once))
+    blocks = n_multiprocessors * max(1, _WARPS // warps_of_block)
+    rounds = -(-n_edges // (blocks * warps_of_block * at_once))
     per_warp = min(_MOST_EDGES_A_WARP, at_once * rounds)
-    least = _WARPS * per_warp
-    blocks = max(1, min(n_multiprocessors * _BLOCKS, -(-n_edges // least)))
-    per_block = -(-n_edges // (blocks * least)) * least
-    return per_block, per_warp
+    least = warps_of_block * per_warp
+    blocks = max(1, min(blocks, -(-n_edges // least)))
+    return -(-n_edges // (blocks * least)) * least, per_warp
 
 
 @lru_cache(maxsize=64)

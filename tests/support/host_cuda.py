@@ -58,7 +58,7 @@ class HostKernel:
         arguments = self._plan.entry.arguments
         assert len(given) == len(arguments), [argument.name for argument in arguments]
         names = {a.name: value for a, value in zip(arguments, given, strict=True) if isinstance(value, int)}
-        known = {**self._plan.spec, **names}
+        known = {**self._plan.spec, **self._plan.knobs, **names}
         launch = self._plan.entry.launch
         shape = [self._size(expressions, known) for expressions in (launch.grid, launch.block)]
         cells = [self._cell(job.kind, value) for job, value in zip(self._plan.job.arguments, given, strict=True)]

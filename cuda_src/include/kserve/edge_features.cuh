@@ -27,8 +27,8 @@ __host__ __device__ constexpr int access_elements(int hidden) {
 
 }  // namespace edges
 
-template <typename T, int Hidden, int Lanes>
-__global__ void __launch_bounds__(512, 1)
+template <typename T, int Hidden, int Lanes, int MostAhead, int Threads>
+__global__ void __launch_bounds__(Threads, 1)
     edge_features(const T* __restrict__ x, const long long* __restrict__ edge_index, const T* __restrict__ edge_h,
                   T* __restrict__ out, long long n_nodes, long long n_edges, int edges_per_block, int edges_per_warp) {
   constexpr int Width = edges::access_elements<T>(Hidden);
@@ -36,13 +36,13 @@ __global__ void __launch_bounds__(512, 1)
   constexpr int Items = (Accesses + Lanes - 1) / Lanes;
   constexpr int Side = edges::warp / Lanes;  // edges side by side in a warp
   // Edges one after the other whose rows are under way at once; a long row is enough by itself.
-  constexpr int Ahead = edges::smaller(edges::warp / Side, 2);
+  constexpr int Ahead = edges::smaller(edges::warp / Side, MostAhead);
 
   const int lane = threadIdx.x % edges::warp;
   const int part = lane % Lanes;
   const long long begin = static_cast<long long>(blockIdx.x) * edges_per_block;
   const long long end = begin + edges_per_block < n_edges ? begin + edges_per_block : n_edges;
-  const int step = blockDim.x / edges::warp * edges_per_warp;
+  const int step = Threads / edges::warp * edges_per_warp;
 
   for (long long first = begin + threadIdx.x / edges::warp * edges_per_warp; first < end; first += step) {
     const int count = end - first < edges_per_warp ? static_cast<int>(end - first) : edges_per_warp;
