@@ -31,12 +31,12 @@ test-fast: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files --cached --others --exclude-standard '*.c' '*.cu' '*.cuh')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files --cached --others --exclude-standard '*.c' '*.cpp' '*.cu' '*.cuh' '*.h')
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard '*.c' '*.cu' '*.cuh')
+	$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard '*.c' '*.cpp' '*.cu' '*.cuh' '*.h')
 
 type: $(STAMP)
 	$(BIN)/mypy

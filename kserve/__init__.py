@@ -10,11 +10,13 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from kserve.client import Kernel, get_kernel, get_kernels
+    from kserve.client.extension import get_extension
     from kserve.client.report import report, warmed
     from kserve.errors import KserveError
     from kserve.target import Target
 
 _HOMES = {
+    "get_extension": "kserve.client.extension",
     "get_kernel": "kserve.client",
     "get_kernels": "kserve.client",
     "report": "kserve.client.report",
@@ -23,7 +25,7 @@ _HOMES = {
     "Target": "kserve.target",
     "KserveError": "kserve.errors",
 }
-__all__ = ["Kernel", "KserveError", "Target", "__version__", "get_kernel", "get_kernels", "report", "warmed"]
+__all__ = ["Kernel", "KserveError", "Target", "__version__", "get_extension", "get_kernel", "get_kernels", "report", "warmed"]
 # Seconds that importing the client took, for the report.
 import_s = 0.0
 

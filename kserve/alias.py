@@ -66,7 +66,7 @@ def request_digest(
 ) -> str:
     """The name of a request's alias: everything but the content of files that decides its keys."""
     plain = {axis: value if isinstance(value, bool | int | str) else _plain(value) for axis, value in spec.items()}
-    place = [environment["python"], environment["python_path"]]
+    place = [environment["python"], environment["python_path"], environment.get("cuda_home", "")]
     return digest_of(canonical_json([ALIAS_SCHEMA, COMPACT_FORM, name, plain, target, roots, place]).encode())
 
 

@@ -47,13 +47,14 @@ class Contract(NamedTuple):
     """What a launcher must know.
 
     Fields:
-        format:         `cubin` or `hsaco`.
+        format:         `cubin`, `hsaco`, `so` for a library, `object` for a part of one.
         constants:      spec, derived axes and constexprs, by name: the values expressions may use.
         grid, block, shared_bytes: expressions over integer parameters and constants; grid in programs, block in threads.
         scratch_bytes:  per block, for each `scratch` parameter in order.
         minimum_driver: the oldest driver, as cuDriverGetVersion counts (13000 is 13.0); 0 for none.
         knobs:          those of the constants that are knobs.
         tuned:          names in `grid` that follow from a knob: a caller's own grid has to follow them too.
+        needs:          what a process must have to load a library: `torch`, `python`, `cxx`, `codes`, `libraries`, `glibc`, …
     """
 
     symbol: str
@@ -67,6 +68,7 @@ class Contract(NamedTuple):
     minimum_driver: int = 0
     knobs: tuple[str, ...] = ()
     tuned: tuple[str, ...] = ()
+    needs: Mapping[str, str] = {}
 
 
 class Manifest(NamedTuple):
@@ -232,6 +234,7 @@ def _check_types(manifest: Manifest) -> None:
     labelled = (*manifest.components.items(), *manifest.attachments.items())
     texts = [manifest.name, manifest.language, manifest.target, manifest.variant, manifest.reason]
     texts += [contract.symbol, contract.format, contract.shared_bytes, *contract.grid, *contract.block]
+    labelled += (*contract.needs.items(),)
     texts += [*contract.knobs, *contract.tuned]
     texts += [text for pair in labelled for text in pair] + [text for p in params for text in (p.name, p.kind, p.dtype)]
     whole = [manifest.size_bytes, contract.minimum_driver, *contract.scratch_bytes, *manifest.resources.values()]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kserve import setting_values
 from kserve.errors import RequestError, StoreError
@@ -53,6 +53,7 @@ class Settings(NamedTuple):
     failure_memory_s: float = 30.0
     job_memory_bytes: int = 16 << 30
     trusted_uids: tuple[int, ...] = ()
+    cuda_home: Path | None = None
     launcher: str = "auto"
     backend: str = "cuda"
     strict: bool = False
@@ -94,6 +95,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "failure_memory_s": ("KSERVE_FAILURE_MEMORY_S", setting_values.positive, "seconds above 0"),
     "job_memory_bytes": ("KSERVE_JOB_MEMORY_BYTES", setting_values.count, "a whole number of bytes"),
     "trusted_uids": ("KSERVE_TRUSTED_UIDS", setting_values.uids, "user ids, separated by commas"),
+    "cuda_home": ("KSERVE_CUDA_HOME", setting_values.path, "a directory with a CUDA toolkit"),
     "launcher": ("KSERVE_LAUNCHER", setting_values.launcher, "auto, python, compiled"),
     "backend": ("KSERVE_BACKEND", setting_values.backend, "pytorch, compiled, cuda"),
     "strict": ("KSERVE_STRICT", setting_values.flag, "0 or 1"),
@@ -236,8 +238,8 @@ def built_in_roots() -> tuple[Path, ...]:
     return ()
 
 
-def environment_of_process() -> dict[str, Any]:
-    """What decides which compilers this process would use: interpreter, PYTHONPATH, versions already imported."""
+def environment_of_process(settings: Settings | None = None) -> dict[str, Any]:
+    """What decides which compilers this process would use: interpreter, PYTHONPATH, toolkit, versions already imported."""
     loaded = {name: imported_version(name) for name in ("torch", "triton")}
     parts = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     site = sys.modules.get("site")  # a worker has another HOME: name the user's own packages
@@ -248,7 +250,20 @@ def environment_of_process() -> dict[str, Any]:
         "python": sys.executable,
         "python_path": python_path,
         "loaded": {k: v for k, v in loaded.items() if v},
+        "cuda_home": next((str(home) for _, home in named_toolkits(settings or Settings())), ""),
     }
+
+
+def named_toolkits(settings: Settings) -> list[tuple[str, Path]]:
+    """The CUDA toolkits that somebody asked for, with where it was said; the first is the one that is meant."""
+    said = [("configured", settings.cuda_home)]
+    said += [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    return [(origin, home) for origin, home in said if home is not None]
+
+
+def foreign_variable(name: Literal["CUDA_HOME", "TORCH_CUDA_ARCH_LIST"]) -> str:
+    """A variable that others have named: of a worker the toolkit its client asked for, of a caller torch's list of arches."""
+    return os.environ.get(name, "")
 
 
 def imported_version(package: str) -> str:
@@ -279,7 +294,7 @@ WORKER_CONSTANTS = {
 }
 
 
-def worker_environment(python_path: list[str], scratch: Path) -> dict[str, str]:
+def worker_environment(python_path: list[str], scratch: Path, *, cuda_home: str = "") -> dict[str, str]:
     """The whole environment of a worker process: nothing of the daemon's or a caller's leaks into a build.
 
     Vendors' hidden caches are off; Triton writes no line table, which would hold paths, and prints the assembler's report.
@@ -289,6 +304,7 @@ def worker_environment(python_path: list[str], scratch: Path) -> dict[str, str]:
         **WORKER_CONSTANTS,
         **{name: str(place) for name, place in places.items()},
         "PYTHONPATH": os.pathsep.join(python_path),
+        **({"CUDA_HOME": cuda_home} if cuda_home else {}),
     }
 
 

@@ -10,15 +10,17 @@ from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget, clo
 from kserve.expression import Expression
 from kserve.knobs import Knob, Values, settle
 from kserve.spec import AXIS_TYPES, SCALARS, Axis, Spec, normalise_spec
-from kserve.target import Target
+from kserve.target import Target, host
 
 # What a kernel.toml may say. `kernel_toml.py` reads by these tables and `kernel_schema.py` publishes them.
-LANGUAGES = ("cuda", "triton")
+EXTENSION = "torch-extension"
+LANGUAGES = ("cuda", "triton", EXTENSION)
 FEATURES = ("none", "arch", "family")
 FIELDS = {
     "definition": "schema language sources headers shared_headers spec knobs derived options target entry",
     "target": "cuda features hip",
     "entry": "name summary function knob_defaults arguments launch",
+    "extension": "name summary",  # its entry
 }
 AXIS_FIELDS = {kind: "type min max values default" if kind == "int" else "type values default" for kind in AXIS_TYPES}
 ARGUMENT_FIELDS = {
@@ -28,11 +30,16 @@ ARGUMENT_FIELDS = {
     "tensor_map": "name type",
     "constexpr": "name type value",
 }
-OPTION_FIELDS = {"cuda": "flags", "triton": "num_warps num_stages maxnreg"}
-LAUNCH_FIELDS = {"cuda": "grid block shared_bytes", "triton": "grid"}
+OPTION_FIELDS = {
+    "cuda": "flags",
+    "triton": "num_warps num_stages maxnreg",
+    EXTENSION: "cflags cuda_cflags ldflags arches stable_abi binding",
+}
+LAUNCH_FIELDS = {"cuda": "grid block shared_bytes", "triton": "grid", EXTENSION: ""}
 # Types of arguments a language does not have: CUDA takes template arguments in `function`.
-LACKING = {"cuda": ("constexpr",), "triton": ("struct", "tensor_map")}
+LACKING = {"cuda": ("constexpr",), "triton": ("struct", "tensor_map"), EXTENSION: tuple(ARGUMENT_FIELDS)}
 ENTRY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+MODULE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")  # of an extension
 ALIGNS = (0, 2, 4, 8, 16, 32, 64, 128, 256)
 TRITON_FACT = 16  # Triton knows this divisor and no other
 LARGEST_STRUCT_BYTES = 4096
@@ -41,6 +48,19 @@ REFUSED_FLAG = re.compile(
     r"-{1,2}(I|include|isystem|pre-include|arch|gpu-arch|pch|use-pch|create-pch|no-cache|device-debug|G|lineinfo|generate-line"
     r"|time|fdevice-time|dlto|dlink)"
 )
+
+# The same for a C++ compiler, nvcc and a linker.
+REFUSED_COMPILER_FLAG = re.compile(
+    r"[^-]*/|@|-{1,2}(?:[ILMB]|include|imacros|i(?:quote|system|dirafter|prefix|withprefix)|[cSExTo]$|o[^p]|wrapper|specs|fplugin"
+    r"|sysroot|keep|save-temps|dryrun|optf|options-file|ccbin|compiler-bindir|arch|gpu-|gencode|generate-code|code$|code="
+    r"|objtemp|frandom-seed|time|dependency-|profile|fauto-profile|ftest-coverage|fprofile)"
+)
+# A directory outside of the kernel's folder, which a request names beside the definition; the flag holds no path.
+ROOT = re.compile(r"\{root(\d{1,3})\}")
+# What [options] may name besides: the version of the stable ABI, how Python finds what the library has.
+STABLE_ABI = re.compile(r"2\.\d{1,2}")
+BINDINGS = ("module", "operators")
+CODE = re.compile(r"(?:sm|compute)_[1-9]\d{1,2}[af]?")
 
 
 class Argument(NamedTuple):
@@ -151,11 +171,13 @@ class KernelDef(NamedTuple):
 
         Raises: UnsupportedTarget when the kernel is not made for that arch.
         """
+        if self.language == EXTENSION and self.minimum_cuda is None:
+            return host()
         if target.backend == "hip":
             if target.arch in self.hip:
                 return target
             allowed = ", ".join(f"hip:{arch}" for arch in self.hip) or f"CUDA targets only ({self.language})"
-        elif self.minimum_cuda is None:
+        elif self.minimum_cuda is None or target.backend != "cuda":
             allowed = ", ".join(f"hip:{arch}" for arch in self.hip)
         elif target.capability >= self.minimum_cuda:
             # Triton compiles for the exact arch wherever one exists: naming it otherwise would name other bytes.

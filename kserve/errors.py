@@ -6,7 +6,7 @@ KserveError
 │   ├── InvalidSpec         also a ValueError
 │   ├── InvalidDefinition   a kernel.toml that cannot be read; also a ValueError
 │   └── UnsupportedTarget
-├── BuildError          the request was right, the build was not
+├── BuildError          the request was right, the build was not; also a RuntimeError
 │   ├── CompileFailed
 │   │   └── DoesNotFit      it compiles, and needs more than a block of its target has
 │   ├── BuildTimeout
@@ -88,7 +88,7 @@ class UnsupportedTarget(RequestError):
     code = "unsupported-target"
 
 
-class BuildError(KserveError):
+class BuildError(KserveError, RuntimeError):
     code = "build-failed"
 
 

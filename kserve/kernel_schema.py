@@ -14,15 +14,21 @@ from kserve.definition import (
     ALIGNS,
     ARGUMENT_FIELDS,
     AXIS_FIELDS,
+    BINDINGS,
+    CODE,
     ENTRY_NAME,
+    EXTENSION,
     FEATURES,
     FIELDS,
     LACKING,
     LANGUAGES,
     LARGEST_STRUCT_BYTES,
     LAUNCH_FIELDS,
+    MODULE_NAME,
     OPTION_FIELDS,
+    REFUSED_COMPILER_FLAG,
     REFUSED_FLAG,
+    STABLE_ABI,
     TRITON_FACT,
 )
 from kserve.expression import LONGEST
@@ -40,7 +46,7 @@ def kernel_schema() -> Schema:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "kernel.toml",
         "description": "A kernel of kserve: its sources, its spec, and how each of its entries is launched.",
-        **_table(FIELDS["definition"], _DEFINITION, required="schema language sources target entry"),
+        **_table(FIELDS["definition"], _DEFINITION, required="schema language sources entry"),
         "allOf": [_when("language", [language], _of_language(language)) for language in LANGUAGES],
         "$defs": {
             "axis_name": {**_text(NAME.pattern), "not": {"enum": sorted({*REFUSED_NAMES, *DTYPES})}},
@@ -96,13 +102,30 @@ def _of_axis(kind: str) -> Schema:
 
 def _of_language(language: str) -> Schema:
     """What one language narrows: its options, its targets, the types of arguments it has, what its launch says."""
+    if language == EXTENSION:
+        return _of_extension()
     kinds = [kind for kind in ARGUMENT_FIELDS if kind not in LACKING[language]]
     fact = {"multipleOf": TRITON_FACT} if language == "triton" else {}
     argument: Schema = {"properties": {"type": {"enum": kinds}, "align": fact, "divisible_by": fact}}
     launch = {**_only(LAUNCH_FIELDS[language]), "required": ["grid"] if language == "triton" else ["grid", "block"]}
-    target = {} if language == "triton" else {"required": ["cuda"], "properties": {"hip": {"maxItems": 0}}}
-    entry = {"properties": {"arguments": {"items": argument}, "launch": launch}}
-    return {"properties": {"options": _only(OPTION_FIELDS[language]), "target": target, "entry": {"items": entry}}}
+    target: Schema = {} if language == "triton" else {"required": ["cuda"], "properties": {"hip": {"maxItems": 0}}}
+    target |= {"anyOf": [{"required": ["cuda"]}, {"required": ["hip"], "properties": {"hip": {"minItems": 1}}}]}
+    needed = [field for field in FIELDS["entry"].split() if field != "knob_defaults"]
+    of_entry = {"name": _text(ENTRY_NAME.pattern), "arguments": {"items": argument}, "launch": launch}
+    entry = {"properties": of_entry, "required": needed}
+    narrowed = {"options": _only(OPTION_FIELDS[language]), "target": target, "entry": {"items": entry}}
+    return {"properties": narrowed, "required": ["target"]}
+
+
+def _of_extension() -> Schema:
+    """An extension has neither arguments nor a launch, and a target only where it has device code."""
+    narrowed = {
+        "knobs": {"maxProperties": 0},
+        "options": _only(OPTION_FIELDS[EXTENSION]),
+        "target": {"properties": {"hip": {"maxItems": 0}}},
+        "entry": {"items": {**_only(FIELDS["extension"]), "properties": {"name": _text(MODULE_NAME.pattern)}}},
+    }
+    return {"properties": narrowed}
 
 
 _BOOLEAN = {"type": "boolean"}
@@ -166,7 +189,7 @@ _LAUNCH = {
     "shared_bytes": _said("Dynamic shared memory of a block.", _EXPRESSION),
 }
 _ENTRY = {
-    "name": _said("What get_kernel is asked for.", _text(ENTRY_NAME.pattern)),
+    "name": _said("What get_kernel is asked for.", {"type": "string"}),
     "summary": _said("One line.", {"type": "string"}),
     "function": _said("The function's name; in CUDA {axis} stands for a value of the spec or a knob.", {"type": "string"}),
     "knob_defaults": {
@@ -178,11 +201,18 @@ _ENTRY = {
     "arguments": _said("The function's parameters in order.", _items({"$ref": "#/$defs/argument"})),
     "launch": _said("How it is launched.", _table(" ".join(LAUNCH_FIELDS.values()), _LAUNCH)),
 }
+_COMPILER_FLAG = {"type": "string", "not": {"pattern": f"^({REFUSED_COMPILER_FLAG.pattern})"}, "minLength": 1}
 _OPTIONS = {
     "flags": _said("Compiler options, none that reads a file or names a target.", _items(_FLAG)),
     "num_warps": _said("Warps of a program.", _EXPRESSION),
     "num_stages": _said("Stages of software pipelining.", _EXPRESSION),
     "maxnreg": _said("The most registers of a thread.", _EXPRESSION),
+    "cflags": _said("Options of the C++ compiler, none that reads or writes a file.", _items(_COMPILER_FLAG)),
+    "cuda_cflags": _said("Options of nvcc, none that reads or writes a file, or names a target.", _items(_COMPILER_FLAG)),
+    "ldflags": _said("Options of the linker; -lNAME for a library.", _items({"type": "string", "minLength": 1})),
+    "arches": _said("Device code to make: sm_NN, compute_NN for PTX. Without it, the target's.", _items(_text(CODE.pattern))),
+    "stable_abi": _said("The release of torch whose stable ABI it keeps to.", _text(STABLE_ABI.pattern)),
+    "binding": _said("A Python module, which is the default, or operators that it registers.", {"enum": [*BINDINGS]}),
 }
 _TARGET = {
     "cuda": _said("The oldest arch, such as sm_80.", _text(f"(cuda:)?{CUDA_BASE}")),
@@ -218,10 +248,9 @@ _DEFINITION = {
     "target": {
         "description": "What it can be built for.",
         **_table(FIELDS["target"], _TARGET),
-        "anyOf": [{"required": ["cuda"]}, {"required": ["hip"], "properties": {"hip": {"minItems": 1}}}],
     },
     "entry": _said(
         "The kernels of this folder.",
-        _items(_table(FIELDS["entry"], _ENTRY, required="name summary function arguments launch"), minItems=1),
+        _items(_table(FIELDS["entry"], _ENTRY, required="name summary"), minItems=1),
     ),
 }

@@ -15,12 +15,14 @@ from kserve.definition import (
     ARGUMENT_FIELDS,
     AXIS_FIELDS,
     ENTRY_NAME,
+    EXTENSION,
     FEATURES,
     FIELDS,
     LACKING,
     LANGUAGES,
     LARGEST_STRUCT_BYTES,
     LAUNCH_FIELDS,
+    MODULE_NAME,
     OPTION_FIELDS,
     REFUSED_FLAG,
     TRITON_FACT,
@@ -29,12 +31,14 @@ from kserve.definition import (
     KernelDef,
     Launch,
 )
-from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget, closest
+from kserve.errors import InvalidDefinition, InvalidSpec, UnsupportedTarget
 from kserve.expression import Expression
+from kserve.extension_toml import extension_entry, extension_options
 from kserve.knobs import Knob, read_defaults, read_knobs
 from kserve.outline import read_toml, stays_inside
 from kserve.spec import AXIS_TYPES, DTYPES, RESERVED, SCALARS, Axis, SpecValue, check_axis_name, is_plain_name
 from kserve.target import Target, parse_target
+from kserve.toml_table import Table as _Table
 
 
 def read_definition(content: bytes, *, origin: str) -> KernelDef:
@@ -51,83 +55,12 @@ def read_definition(content: bytes, *, origin: str) -> KernelDef:
         raise InvalidDefinition(f"{origin}: {error.message}", facts=error.facts) from None
 
 
-class _Table:
-    """A TOML table that is read field by field: what is left over at the end is an error."""
-
-    def __init__(self, content: dict[str, Any], path: str) -> None:
-        self.content = dict(content)
-        self.path = path
-
-    def fail(self, field: str, value: object, allowed: str) -> InvalidDefinition:
-        return InvalidDefinition(f"field {self.path}{field} cannot be {value!r:.200}", facts={"allowed": allowed})
-
-    def about(self, field: str, error: InvalidDefinition) -> InvalidDefinition:
-        return InvalidDefinition(f"field {self.path}{field}: {error.message}", facts=error.facts)
-
-    def take(self, field: str, kind: type, allowed: str, default: Any = ...) -> Any:
-        if field not in self.content:
-            if default is ...:
-                raise InvalidDefinition(f"field {self.path}{field} is missing", facts={"allowed": allowed})
-            return default
-        value = self.content.pop(field)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.fail(field, value, allowed)
-        return value
-
-    def choice(self, field: str, allowed: tuple[str, ...], default: Any = ...) -> str:
-        value: str = self.take(field, str, ", ".join(allowed), default)
-        if value not in allowed and value != default:
-            raise self.fail(field, value, ", ".join(allowed))
-        return value
-
-    def number(self, field: str, allowed: str, default: int = 0) -> int:
-        value: int = self.take(field, int, allowed, default)
-        if value < 0:
-            raise self.fail(field, value, allowed)
-        return value
-
-    def texts(self, field: str, default: Any = ...) -> tuple[str, ...]:
-        values = self.take(field, list, "a list of texts", default)
-        if not all(isinstance(value, str) for value in values):
-            raise self.fail(field, values, "a list of texts")
-        return tuple(values)
-
-    def expression(self, field: str, value: object, names: set[str]) -> Expression:
-        if isinstance(value, bool):
-            value = int(value)
-        if not isinstance(value, int | str):
-            raise self.fail(field, value, "an integer or an expression")
-        try:
-            found = Expression(value)
-        except InvalidDefinition as error:
-            raise self.about(field, error) from None
-        unknown = sorted(found.names - names)
-        if unknown:
-            raise self.fail(field, value, "an expression over " + ", ".join(sorted(names)))
-        return found
-
-    def expressions(self, field: str, names: set[str]) -> tuple[Expression, ...]:
-        values = self.take(field, list, "a list of one to three expressions")
-        if not 1 <= len(values) <= 3:
-            raise self.fail(field, values, "a list of one to three expressions")
-        return tuple(self.expression(field, value, names) for value in values)
-
-    def table(self, field: str, default: Any = ...) -> _Table:
-        return _Table(self.take(field, dict, "a table", default), f"{self.path}{field}.")
-
-    def end(self, known: str) -> None:
-        if self.content:
-            unknown = sorted(self.content)
-            message = f"field {self.path}{unknown[0]} is not known: {closest(unknown[0], known.split())}"
-            raise InvalidDefinition(message, facts={"allowed": known.replace(" ", ", ")})
-
-
 def _definition(table: _Table) -> KernelDef:
     if (schema := table.take("schema", int, "1")) != 1:
         raise table.fail("schema", schema, "1")
     language = table.choice("language", LANGUAGES)
     axes = _axes(table.table("spec", {}))
-    knobs, constraints = read_knobs(table.table("knobs", {}), set(axes))
+    knobs, constraints = read_knobs(_knobs(table, language), set(axes))
     names, derived = {*axes, *knobs}, dict[str, Expression]()
     for name, value in table.table("derived", {}).content.items():
         _check_axis_name(table, f"derived.{name}", name)
@@ -135,7 +68,7 @@ def _definition(table: _Table) -> KernelDef:
             raise table.fail(f"derived.{name}", value, "a name that no axis or knob has")
         derived[name] = table.expression(f"derived.{name}", value, names)
         names.add(name)
-    minimum_cuda, features, hip = _targets(table.table("target"), language)
+    minimum_cuda, features, hip = _targets(table.table("target", {} if language == EXTENSION else ...), language)
     entries = {}
     for position, content in enumerate(table.take("entry", list, "one or more [[entry]] tables")):
         if not isinstance(content, dict):
@@ -162,6 +95,13 @@ def _definition(table: _Table) -> KernelDef:
         raise table.fail("sources" if not found.sources else "entry", [], "at least one")
     table.end(FIELDS["definition"])
     return found
+
+
+def _knobs(table: _Table, language: str) -> _Table:
+    stated = table.take("knobs", dict, "a table", {})
+    if language == EXTENSION and stated:
+        raise table.fail("knobs", stated, "nothing: an extension has none")
+    return _Table(stated, "knobs.")
 
 
 def _relative(table: _Table, field: str, default: Any = ...) -> tuple[str, ...]:
@@ -222,7 +162,7 @@ def _targets(table: _Table, language: str) -> tuple[int | None, str, tuple[str, 
     hip = table.texts("hip", [])
     if hip and language != "triton":
         raise table.fail("hip", list(hip), "nothing: only language triton builds for it")
-    if cuda is None and not hip:
+    if cuda is None and not hip and language != EXTENSION:
         raise table.fail("cuda", cuda, "the oldest arch, such as sm_80")
     table.end(FIELDS["target"])
     oldest = None if cuda is None else _arch(table, "cuda", cuda, "sm_NN without a suffix")
@@ -239,6 +179,8 @@ def _arch(table: _Table, backend: str, text: str, allowed: str) -> Target:
 
 
 def _options(table: _Table, language: str, names: set[str]) -> dict[str, tuple[str, ...] | Expression]:
+    if language == EXTENSION:
+        return extension_options(table)
     found: dict[str, tuple[str, ...] | Expression] = {}
     for name in OPTION_FIELDS[language].split():
         if name not in table.content:
@@ -256,9 +198,12 @@ def _options(table: _Table, language: str, names: set[str]) -> dict[str, tuple[s
 
 
 def _entry(table: _Table, language: str, axes: dict[str, Axis], names: set[str], *, knobs: dict[str, Knob]) -> Entry:
-    name = table.take("name", str, f"a name of {ENTRY_NAME.pattern}")
-    if not ENTRY_NAME.fullmatch(name):
-        raise table.fail("name", name, f"a name of {ENTRY_NAME.pattern}")
+    pattern = MODULE_NAME if language == EXTENSION else ENTRY_NAME
+    name = table.take("name", str, f"a name of {pattern.pattern}")
+    if not pattern.fullmatch(name):
+        raise table.fail("name", name, f"a name of {pattern.pattern}")
+    if language == EXTENSION:
+        return extension_entry(table, name)
     arguments: list[Argument] = []
     macros: set[str] = set()
     for position, content in enumerate(table.take("arguments", list, "a list of argument tables")):

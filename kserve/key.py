@@ -14,6 +14,7 @@ from typing import Any
 
 # Part of every key. Raise it when the meaning of a component changes: old entries then simply no longer match.
 KEY_SCHEMA = 1
+_SOURCES = (".cu", ".py", ".c", ".cc", ".cpp", ".cxx")
 # In every sealed record other fields follow: the comma goes with it.
 _SEAL = re.compile(rb'"self_sha256":"[0-9a-f]{64}",')
 
@@ -47,8 +48,8 @@ def _follows(label: str, before: str, after: str) -> bool:
 
 def _difference(label: str, before: str | None, after: str | None, *, toolchain: str) -> str:
     group, _, name = label.partition(".")
-    if group == "source":
-        kind = "source" if name.endswith((".cu", ".py")) else "header"
+    if group in ("source", "include"):
+        kind = "source" if name.endswith(_SOURCES) else "header"
         return f"{kind} {name} " + ("added" if before is None else "removed" if after is None else "changed")
     if label == "toolchain.version":
         return f"{toolchain} {before} -> {after}"

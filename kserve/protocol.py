@@ -94,6 +94,11 @@ def kernel_request(
     }
 
 
+def with_outside(request: dict[str, Any], outside: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for an extension: with the `roots` that it may read, and `digests` of the files in them that were looked at."""
+    return {**request, "outside": outside}
+
+
 def resolve_request(kernels: list[dict[str, Any]], *, client: str, version: str, wait_s: float) -> dict[str, Any]:
     """A whole resolve request.
 

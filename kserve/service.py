@@ -9,16 +9,17 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 from kserve.artifact import Manifest
 from kserve.build.fingerprints import Fingerprints
+from kserve.build.includes import Includes, MissingIncludes, as_built, is_made_of
 from kserve.build.lease import Lease, Leases
 from kserve.build.plan import Plan, contract_of
-from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of
+from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of, named
 from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Scratch, Staging
+from kserve.build.units import Units
 from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildError,
@@ -38,14 +39,14 @@ from kserve.store.debug_sources import DebugSources
 from kserve.store.files import FileStore
 from kserve.store.layers import Layers
 from kserve.store.upkeep import Upkeep
-from kserve.toolchain.base import Built, without_times
+from kserve.toolchain.base import Built, built_from_json, without_times
 
 logger = logging.getLogger("kserve")
 # A plan with a known toolchain takes a millisecond; only one that has to be loaded takes longer.
 _PLANNING_S = 0.1
 
 
-Answer = list[Resolved] | Pending | MissingSources
+Answer = list[Resolved] | Pending | MissingSources | MissingIncludes
 
 
 class KernelService:
@@ -70,6 +71,8 @@ class KernelService:
         self.leases = Leases(failure_memory_s=settings.failure_memory_s, failures=self.upkeep.index)
         self.fingerprints = Fingerprints(store.root / "toolchains.json", self.pool)
         self.planner = Planner(self.artifacts, self.fingerprints)
+        self.includes = Includes(self.artifacts)
+        self.units = Units(self.artifacts, self.leases, self.includes, lookup=self._lookup)
         self.counters: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         self._closing = False
@@ -90,7 +93,12 @@ class KernelService:
         await asyncio.wait({planning}, timeout=max(wait_s, _PLANNING_S))
         if not planning.done():  # a toolchain is being loaded: it goes on
             return Pending("toolchain", time.monotonic() - began, 0)
-        return await self._answer(request, planning.result(), client=client, wait_s=wait_s)
+        plans: list[Plan] = []
+        for plan in planning.result():
+            if isinstance(settled := self.includes.settle(plan), MissingIncludes):
+                return settled
+            plans.append(settled)
+        return await self._answer(request, plans, client=client, wait_s=wait_s)
 
     async def _answer(self, request: KernelRequest, plans: list[Plan], *, client: str, wait_s: float) -> Answer:
         if not self.artifacts.knows_reasons and any(self.artifacts.manifest(plan.key) is None for plan in plans):
@@ -161,20 +169,28 @@ class KernelService:
         lease = self.leases.new(
             key=plan.key, name=plan.name, target=str(plan.target), variant=plan.variant, starter=client, reason=reason
         )
+        lease.remembers = plan.outside is None
         files = {name: sources[digest] for name, digest in plan.files.items()}  # what was looked at, whatever comes after
-        return self.leases.start(lease, lambda held: self._build(held, plan, request.environment, files))
+        return self.leases.start(lease, lambda held: self._build(held, plan, files, request.environment))
 
-    async def _build(self, lease: Lease, plan: Plan, environment: Environment, files: dict[str, bytes]) -> Manifest:
+    async def _build(self, lease: Lease, plan: Plan, files: dict[str, bytes], environment: Environment) -> Manifest:
         """Stage, compile, publish."""
+        files, read, log = await self.units.objects(
+            lease, plan, files, lambda held, unit, own: self._build(held, unit, own, environment)
+        )
         sources = self.debug_sources.write(plan.key, files) if plan.job.debug else None
         staging = self.scratch.stage(files, sources=sources)
+        staging.begin_log(log)
         files.clear()  # they lie in the staging directory now, for as long as the build waits its turn
         lease.log = staging.log
         try:
             built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
             await self._check_compiler(plan, environment)
             lease.cpu_s = built["cpu_s"]
-            manifest = await asyncio.to_thread(self._publish, plan, _built(built), staging, lease)
+            plan = as_built(plan, {**read, **built["includes"]})
+            manifest = await asyncio.to_thread(self._publish, plan, built_from_json(built), staging, lease)
+            self.includes.note(plan, manifest)
+            lease.result_key = manifest.key
             self.counters["built"] += 1
             logger.info(
                 'built key=%s name=%s target=%s variant=%s knobs="%s" seconds=%.2f size_bytes=%d reason="%s"',
@@ -187,7 +203,7 @@ class KernelService:
             if type(error) is BuildError:
                 await self._refuse_full_disk(plan)
             logger.warning("failed key=%s name=%s target=%s error=%s", plan.key[:12], plan.name, plan.target, error.message)
-            raise _named(error, plan) from error
+            raise named(error, plan) from error
         finally:
             log = staging.log()
             lease.log = lambda: log
@@ -292,8 +308,8 @@ class KernelService:
             raise
 
     def _environments(self, language: str, files: str) -> list[Environment]:
-        own = environment_of_process()
-        ours = Environment(own["python"], tuple(own["python_path"]))
+        own = environment_of_process(self.settings)
+        ours = Environment(own["python"], tuple(own["python_path"]), cuda_home=own["cuda_home"])
         return [*dict.fromkeys([ours, *self.fingerprints.environments(language, files)])]
 
     async def close(self) -> None:
@@ -314,7 +330,7 @@ def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str
     if lease.error is not None:
         raise lease.error.with_traceback(None)
     manifest = task.result()
-    if manifest.components != plan.components:
+    if not is_made_of(manifest, plan):
         raise BuildError(
             f"{plan.name} is not built: a build of {manifest.name} with the same key was running",
             facts={"key": plan.key},
@@ -323,24 +339,9 @@ def _outcome(lease: Lease, task: asyncio.Task[Manifest], plan: Plan, client: str
     return Resolved(manifest, lease.origin_for(client), lease.seconds, plan.choice.is_tuned, plan.choice.base)
 
 
-def _named(error: BuildError, plan: Plan) -> BuildError:
-    """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
-    knobs = {"knobs": shown(plan.knobs)} if plan.knobs else {}
-    facts = {"spec": canonical_json(plan.spec), **knobs, "key": plan.key, **error.facts}
-    return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)
-
-
 def _ending() -> DaemonEnding:
     return DaemonEnding("artifacts are not built again: the daemon is going down", hint="call again")
 
 
 def _mark_running(lease: Lease) -> None:
     lease.state = "running"
-
-
-def _built(plain: Mapping[str, Any]) -> Built:
-    fields = dict(plain)
-    fields["params"] = None if plain["params"] is None else [(offset, size) for offset, size in plain["params"]]
-    fields["attachments"] = dict.fromkeys(plain["attachments"], "")
-    fields["scratch_bytes"] = tuple(plain["scratch_bytes"])
-    return Built(**fields)

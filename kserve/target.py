@@ -1,7 +1,8 @@
-"""Target: what a binary is built for, written `cuda:sm_90a` or `hip:gfx942`."""
+"""Target: what a binary is built for, written `cuda:sm_90a`, `hip:gfx942`, or `cpu:x86_64` where it has no device code."""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ _OLDEST_WITH = {"": 0, "a": 90, "f": 100}
 _TEGRA = frozenset({72, 87, 101, 110})
 HIP_ARCH = r"gfx[0-9a-f]{3,4}"
 _HIP_ARCH = re.compile(HIP_ARCH)
+_CPU_ARCH = re.compile(r"x86_64|aarch64")
 
 # Shared memory one block may ask for, bytes, by compute capability: CUDA C++ Programming Guide, table "Technical
 # Specifications per Compute Capability", "maximum amount of shared memory per thread block".
@@ -36,7 +38,7 @@ _HIP_SHARED_LIMIT = 64 << 10
 
 
 class Target(NamedTuple):
-    """A backend (`cuda` or `hip`) and an arch (`sm_90a`, `gfx942`)."""
+    """A backend (`cuda`, `hip` or `cpu`) and an arch (`sm_90a`, `gfx942`, `x86_64`)."""
 
     backend: str
     arch: str
@@ -92,7 +94,7 @@ def parse_target(text: str) -> Target:
     backend, colon, arch = str(text).rpartition(":")
     if not colon:
         backend = "hip" if arch.startswith("gfx") else "cuda"
-    pattern = {"cuda": _CUDA_ARCH, "hip": _HIP_ARCH}.get(backend)
+    pattern = {"cuda": _CUDA_ARCH, "hip": _HIP_ARCH, "cpu": _CPU_ARCH}.get(backend)
     match = pattern.fullmatch(arch) if pattern else None
     if match is None or (backend == "cuda" and int(match[1]) < _OLDEST_WITH[match[2]]):
         raise UnsupportedTarget(
@@ -100,6 +102,11 @@ def parse_target(text: str) -> Target:
             facts={"allowed": "cuda:sm_NN, sm_NNa from 90, sm_NNf from 100, hip:gfxNNN; the backend may be left out"},
         )
     return Target(backend, arch)
+
+
+def host() -> Target:
+    """This machine's processor: the target of a library without device code."""
+    return Target("cpu", os.uname().machine)
 
 
 def target_of_capability(major: int, minor: int) -> Target:

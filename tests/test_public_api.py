@@ -61,6 +61,7 @@ def test_the_public_names_are_these():
         "KserveError",
         "Target",
         "__version__",
+        "get_extension",
         "get_kernel",
         "get_kernels",
         "report",

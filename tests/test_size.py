@@ -18,6 +18,11 @@ MOST_POSITIONAL = 4
 # file:function -> why it is longer than LONGEST_FUNCTION lines. The docstring does not count.
 LONG_FOR_A_REASON: dict[str, str] = {}
 
+# The same for MOST_POSITIONAL.
+MANY_FOR_A_REASON = dict.fromkeys(
+    ("kserve/doors/cpp_extension.py:load", "kserve/doors/cpp_extension.py:load_inline"), "the signature is torch's"
+)
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -65,7 +70,7 @@ def test_a_function_takes_few_positional_parameters():
         for place, function, is_method in every_function()
         if n_positional(function, is_method=is_method) > MOST_POSITIONAL
     ]
-    assert many == []
+    assert set(many) == set(MANY_FOR_A_REASON)
 
 
 def test_every_function_says_what_it_returns():

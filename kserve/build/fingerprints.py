@@ -45,7 +45,7 @@ class Fingerprints:
             look_again: look at the files even if that was done a moment ago.
         Raises: ToolchainMissing, BuildTimeout; ProtocolMismatch when the caller has imported another version.
         """
-        place = json.dumps([language, environment.python, environment.python_path])
+        place = json.dumps(environment.place(language))
         if look_again:
             self._trusted_until.pop(place, None)
         found = self._remembered(place) or await self._loaded(place, language, environment)
@@ -62,9 +62,9 @@ class Fingerprints:
         places = []
         for place, found in self._known.items():
             with contextlib.suppress(KeyError, TypeError, ValueError):  # a damaged file only costs the memory
-                spoken, python, python_path = json.loads(place)
+                spoken, environment = _environment(place)
                 if spoken == language and found["files"] == files:
-                    places.append(Environment(python, tuple(python_path)))
+                    places.append(environment)
         return places
 
     def last_used(self) -> list[tuple[str, Environment]]:
@@ -72,9 +72,9 @@ class Fingerprints:
         found: dict[str, Environment] = {}
         for place in self._known:
             with contextlib.suppress(TypeError, ValueError):
-                language, python, python_path = json.loads(place)
+                language, environment = _environment(place)
                 if self._remembered(place) is not None:
-                    found[language] = Environment(python, tuple(python_path))
+                    found[language] = environment
         return list(found.items())
 
     async def _loaded(self, place: str, language: str, environment: Environment) -> Fingerprint:
@@ -111,6 +111,11 @@ class Fingerprints:
             temporary = self._path.with_suffix(".tmp")
             temporary.write_text(json.dumps({"digest": _digest(self._known), "toolchains": self._known}))
             temporary.rename(self._path)
+
+
+def _environment(place: str) -> tuple[str, Environment]:
+    language, python, python_path, *cuda_home = json.loads(place)
+    return language, Environment(python, tuple(python_path), cuda_home="".join(cuda_home))
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -30,6 +30,8 @@ class Lease:
         starter: the client whose request began it; joiners are the others that waited for it.
         owed:    clients that were told "pending" and have not come back for the result.
         log:     returns the compiler's output so far.
+        result_key: of what it gave, where that is known only then.
+        remembers:  whether a failure answers for the key a while.
     """
 
     def __init__(self, number: int, *, key: str, name: str, target: str, variant: str, starter: str) -> None:
@@ -50,6 +52,8 @@ class Lease:
         self.ended_at = 0.0
         self.error: KserveError | None = None
         self.log: Callable[[], str] = str
+        self.result_key = key
+        self.remembers = True
         self.task: asyncio.Task[Manifest] | None = None
         self._began = time.monotonic()
 
@@ -152,7 +156,7 @@ class Leases:
         try:
             manifest = await build(lease)
         except KserveError as error:
-            if isinstance(error, CompileFailed | RequestError):
+            if lease.remembers and isinstance(error, CompileFailed | RequestError):
                 await self._remember(lease.key, error)
             self._finish(lease, error)
             raise
@@ -178,10 +182,11 @@ class Leases:
         self.running.pop(lease.key, None)
         if len(self.ended) == self.ended.maxlen and self._last.get(self.ended[0].key) is self.ended[0]:
             del self._last[self.ended[0].key]
+            self._last.pop(self.ended[0].result_key, None)
         self.ended.append(lease)
         if len(self.ended) > _KEPT_WHOLE:
             self.ended[-_KEPT_WHOLE - 1].strip()
-        self._last[lease.key] = lease
+        self._last[lease.key] = self._last[lease.result_key] = lease
 
     def collect(self, key: str, client: str) -> Lease | None:
         """The ended build whose result this client is owed, once."""

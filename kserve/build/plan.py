@@ -12,13 +12,14 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from kserve.artifact import DECLARED, GENERIC, Contract, Param
-from kserve.definition import Argument, Entry, KernelDef
-from kserve.errors import DoesNotFit, InvalidDefinition
+from kserve.build.extension_job import Outside, extension_job, facts_of, library_contract, with_macros
+from kserve.definition import EXTENSION, Argument, Entry, KernelDef
+from kserve.errors import DoesNotFit, InvalidDefinition, InvalidSpec
 from kserve.expression import Expression
 from kserve.key import build_key, canonical_json
 from kserve.knobs import Values
 from kserve.outline import FILE_NAME
-from kserve.spec import DTYPES, Spec
+from kserve.spec import DTYPES, Spec, SpecValue
 from kserve.target import Target
 from kserve.toolchain.base import Built, Fingerprint, Job, JobArgument, size_of
 
@@ -57,10 +58,11 @@ class Plan(NamedTuple):
     """One build, planned.
 
     Fields:
-        knobs:  every knob of the entry with its value.
-        tuned:  names in the grid's expressions whose value follows from a knob.
-        files:  relative name -> digest of every file the build may read.
-        choice: how the knobs came by their values.
+        knobs:   every knob of the entry with its value.
+        tuned:   names in the grid's expressions whose value follows from a knob.
+        files:   relative name -> digest of every file the build may read.
+        choice:  how the knobs came by their values.
+        outside: of an extension that may read more.
     """
 
     key: str
@@ -75,6 +77,7 @@ class Plan(NamedTuple):
     entry: Entry
     files: dict[str, str]
     choice: Choice
+    outside: Outside | None = None
 
 
 def plan_builds(
@@ -92,14 +95,15 @@ def plan_builds(
 
     Raises: InvalidSpec, UnsupportedTarget, InvalidDefinition.
     """
+    if definition.language == EXTENSION:
+        if debug:
+            raise InvalidSpec(f"{entry.name} is an extension, without debug variants", facts={"allowed": "cflags, cuda_cflags"})
+        return [plan_extension(definition, entry, spec=spec, target=target, fingerprint=fingerprint, files=files)]
     full = definition.specialise(entry, spec, choice.values)
     knobs = definition.knob_values(entry, full, choice.values)
     values, tuned = {**full, **knobs}, _tuned(definition, entry)
     exact = definition.resolve_target(entry, target)
-    sources = {name: digest for name, digest in files.items() if name != FILE_NAME}
-    folders = {str(parent) for name in sources for parent in PurePosixPath(name).parents}
-    if both := sorted(folders & set(sources)):
-        raise InvalidDefinition(f"{entry.name}: {both[0]} is a file and a folder of another file")
+    sources = _sources(entry, files)
     plans = []
     for variant in (DECLARED, GENERIC) if entry.has_facts else (DECLARED,):
         arguments = tuple(_job_argument(argument, values, variant) for argument in entry.arguments)
@@ -118,6 +122,39 @@ def plan_builds(
         key = build_key(components)
         plans.append(Plan(key, components, entry.name, exact, full, knobs, tuned, variant, job, entry, sources, choice))
     return plans[:1] if plans[0].components == plans[-1].components else plans  # facts that always hold are none
+
+
+def _sources(entry: Entry, files: Mapping[str, str]) -> dict[str, str]:
+    """The files but the definition. Raises: InvalidDefinition where they cannot lie in one folder."""
+    sources = {name: digest for name, digest in files.items() if name != FILE_NAME}
+    folders = {str(parent) for name in sources for parent in PurePosixPath(name).parents}
+    if both := sorted(folders & set(sources)):
+        raise InvalidDefinition(f"{entry.name}: {both[0]} is a file and a folder of another file")
+    return sources
+
+
+def plan_extension(
+    definition: KernelDef,
+    entry: Entry,
+    *,
+    spec: Mapping[str, object],
+    target: Target,
+    fingerprint: Fingerprint,
+    files: Mapping[str, str],
+    outside: Outside | None = None,
+) -> Plan:
+    """The build of an extension's library; `unit_plan.unit_plans` has those of its units.
+
+    Raises: InvalidSpec, UnsupportedTarget, InvalidDefinition.
+    """
+    full, exact = definition.specialise(entry, spec), definition.resolve_target(entry, target)
+    sources = _sources(entry, files)
+    job = extension_job(definition, entry, target=exact, sources=sources, outside=outside)
+    job = with_macros(job, full, {axis: _spelled(value) for axis, value in full.items()})
+    components = _components(entry, job, spec=full, knobs={}, fingerprint=fingerprint, sources=sources)
+    components |= facts_of(job, fingerprint)
+    key = build_key(components)
+    return Plan(key, components, entry.name, exact, full, {}, (), DECLARED, job, entry, sources, NO_CHOICE, outside)
 
 
 def _tuned(definition: KernelDef, entry: Entry) -> tuple[str, ...]:
@@ -193,9 +230,13 @@ def _function(entry: Entry, spec: Spec) -> str:
     """The entry's function with the values of axes and knobs in place of {name}, spelled as C++ spells them."""
     text = entry.function
     for axis, value in spec.items():
-        spelled = DTYPES[value].cuda if value in DTYPES else str(value).lower() if isinstance(value, bool) else str(value)
-        text = text.replace("{" + axis + "}", spelled)
+        text = text.replace("{" + axis + "}", _spelled(value))
     return text
+
+
+def _spelled(value: SpecValue) -> str:
+    """The value as C++ spells it."""
+    return DTYPES[value].cuda if value in DTYPES else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _option(option: tuple[str, ...] | Expression, spec: Spec) -> list[str] | int:
@@ -221,10 +262,15 @@ def _natural_align(dtype: str) -> int:
 
 
 def contract_of(plan: Plan, built: Built) -> Contract:
-    """The launch contract: the declared arguments at the places the binary gives them.
+    """The contract of what was built.
 
-    Raises: DoesNotFit when the kernel needs more shared memory than a block of its target has.
+    Raises: DoesNotFit when a kernel needs more shared memory than a block of its target has.
     """
+    return library_contract(plan.spec, built) if plan.job.language == EXTENSION else _launch_contract(plan, built)
+
+
+def _launch_contract(plan: Plan, built: Built) -> Contract:
+    """The launch contract: the declared arguments at the places the binary gives them."""
     declared = [
         (argument, compiled)
         for argument, compiled in zip(plan.entry.arguments, plan.job.arguments, strict=True)

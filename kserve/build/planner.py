@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 from kserve.alias import Alias, Signpost, Stamps, answer_digest
 from kserve.artifact import Manifest, compact
+from kserve.build.extension_job import Outside
 from kserve.build.fingerprints import Fingerprints
-from kserve.build.plan import Debug, Plan, plan_builds
+from kserve.build.plan import Debug, Plan, plan_builds, plan_extension
 from kserve.build.pool import Environment
 from kserve.build.tuned import NO_WISH, KnobWish, Tunings, base_of
 from kserve.definition import KernelDef
-from kserve.errors import InvalidDefinition, UnknownKernel, closest
+from kserve.errors import BuildError, InvalidDefinition, UnknownKernel, closest
 from kserve.kernel_toml import read_definition
 from kserve.key import canonical_json, digest_of
+from kserve.knobs import shown
 from kserve.outline import FILE_NAME
 from kserve.store.artifacts import Artifacts, remember
 from kserve.target import parse_target
@@ -47,6 +49,7 @@ class KernelRequest(NamedTuple):
     alias: AliasWish | None = None
     knobs: KnobWish = NO_WISH
     generic: bool = True
+    outside: Outside | None = None
     debug: str = ""
 
 
@@ -84,13 +87,19 @@ class Planner:
         made_of: Any = {"spec": request.spec, "target": target, "fingerprint": fingerprint, "files": request.files}
         base = base_of(definition, entry, **made_of) if entry.knobs else ""
         choice = self.tunings.choose(definition, entry, spec=request.spec, wish=request.knobs, base=base)
-        values = canonical_json([request.spec, choice, request.debug])
-        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), values)
+        values = canonical_json([request.spec, choice, request.debug, dict(fingerprint.facts)])
+        roots = request.outside.roots if request.outside else ()
+        wish = (request.name, target, fingerprint.files, *sorted(request.files.items()), values, roots)
         plans = self._plans.get(wish)
         if plans is None:
             debug = Debug(request.debug, self._artifacts.files.debug_root) if request.debug else None
-            plans = plan_builds(definition, entry, **made_of, choice=choice, debug=debug)
+            if request.outside:
+                plans = [plan_extension(definition, entry, **made_of, outside=request.outside)]
+            else:
+                plans = plan_builds(definition, entry, **made_of, choice=choice, debug=debug)
             remember(self._plans, wish, plans)
+        if request.outside:  # what the caller has looked at is another each time
+            return [plan._replace(outside=request.outside) for plan in plans]
         return plans if request.generic else plans[:1]
 
     def definition(self, request: KernelRequest) -> KernelDef | None:
@@ -141,3 +150,10 @@ class Planner:
 def missing_of(sources: Mapping[str, bytes | None]) -> MissingSources:
     """The files that have to be sent."""
     return MissingSources([digest for digest, content in sources.items() if content is None])
+
+
+def named(error: BuildError, plan: Plan) -> BuildError:
+    """The same error with the kernel, its target and spec in it: a caller may have asked for many."""
+    knobs = {"knobs": shown(plan.knobs)} if plan.knobs else {}
+    facts = {"spec": canonical_json(plan.spec), **knobs, "key": plan.key, **error.facts}
+    return type(error)(f"cannot build {plan.name} for {plan.target}: {error.message}", facts=facts, hint=error.hint)

@@ -19,6 +19,7 @@ from kserve.build import reaper
 from kserve.build.limits import is_limit, no_process
 from kserve.build.staging import Scratch, Staging
 from kserve.config import Settings, python_command, worker_environment
+from kserve.definition import EXTENSION
 from kserve.errors import BuildError, BuildTimeout, ToolchainMissing, from_wire
 from kserve.toolchain.base import Fingerprint, Job
 
@@ -30,11 +31,17 @@ _END_S = 1.0
 
 
 class Environment(NamedTuple):
-    """Which compilers a request means: an interpreter, its extra path, and what the caller has imported of them."""
+    """Which compilers a request means: an interpreter, its extra path, what the caller has imported of them, a CUDA toolkit."""
 
     python: str
     python_path: tuple[str, ...]
     loaded: tuple[tuple[str, str], ...] = ()
+    cuda_home: str = ""
+
+    def place(self, language: str) -> tuple[Any, ...]:
+        """What tells the workers of two environments apart. A toolkit is named for extensions only."""
+        named = (self.cuda_home,) if language == EXTENSION and self.cuda_home else ()
+        return (language, self.python, self.python_path, *named)
 
 
 class _NotTakenError(Exception):
@@ -75,7 +82,7 @@ class Worker:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     cwd=self.scratch,
-                    env=worker_environment(list(self.environment.python_path), self.scratch),
+                    env=worker_environment([*self.environment.python_path], self.scratch, cuda_home=self.environment.cuda_home),
                     start_new_session=True,
                     limit=1 << 24,
                 )
@@ -203,7 +210,7 @@ class Pool:
         self._settings = settings
         self._scratch = scratch
         self._slots = asyncio.Semaphore(settings.jobs)
-        self._workers: dict[tuple[str, str, tuple[str, ...]], Worker] = {}
+        self._workers: dict[tuple[Any, ...], Worker] = {}
         self._numbers = itertools.count(1)
         self._retired: list[Worker] = []
         self._reaper: subprocess.Popen[bytes] | None = None
@@ -213,7 +220,7 @@ class Pool:
 
     async def worker(self, language: str, environment: Environment) -> Worker:
         """The live worker for that language and environment, started if need be; its toolchain is loaded."""
-        place = (language, environment.python, environment.python_path)
+        place = environment.place(language)
         worker = self._workers.get(place)
         if worker is None or worker.dead:
             self._start_reaper()  # before there is anything to kill
@@ -233,7 +240,7 @@ class Pool:
 
     def retire(self, language: str, environment: Environment) -> None:
         """Forget a worker whose toolchain changed on disk: it ends its jobs, the next call starts a fresh one."""
-        worker = self._workers.pop((language, environment.python, environment.python_path), None)
+        worker = self._workers.pop(environment.place(language), None)
         if worker is not None:
             self._retired.append(worker)
             worker.end_after_jobs()

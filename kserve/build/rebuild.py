@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kserve.artifact import Manifest
+from kserve.build.includes import LABEL
 from kserve.build.plan import job_of
 from kserve.build.pool import Environment, Pool
 from kserve.build.staging import Scratch, Staging
@@ -19,6 +20,7 @@ from kserve.ownership import private_directory
 from kserve.toolchain.base import Job
 
 _TOOLCHAIN = ("name", "version", "files", "options")
+_FACT = "fact."
 
 
 class Rebuilt(NamedTuple):
@@ -113,6 +115,8 @@ class _Comparison:
 
     async def _digest(self, manifest: Manifest) -> str:
         """The digest of the payload as it is built now."""
+        if any(label.startswith(LABEL) for label in manifest.components):
+            raise _SkippedError("it has read files outside of the store, through a door")
         job, files = _job(manifest)
         if job.debug:
             raise _SkippedError("it is a debug variant: its bytes name the place it was built in")
@@ -133,15 +137,16 @@ class _Comparison:
     async def _environment(self, manifest: Manifest) -> Environment:
         """One whose compiler, as a fresh worker has loaded it, is the one of the artifact."""
         wanted = tuple(manifest.components.get(f"toolchain.{field}", "") for field in _TOOLCHAIN)
-        place = (manifest.language, *wanted)
+        facts = {label: text for label, text in manifest.components.items() if label.startswith(_FACT)}
+        place = (manifest.language, *wanted, *facts.values())
         if place not in self._known:
-            self._known[place] = await self._look_for(manifest.language, wanted)
+            self._known[place] = await self._look_for(manifest.language, wanted, facts)
         found = self._known[place]
         if isinstance(found, str):
             raise _SkippedError(found)
         return found
 
-    async def _look_for(self, language: str, wanted: tuple[str, ...]) -> Environment | str:
+    async def _look_for(self, language: str, wanted: tuple[str, ...], facts: dict[str, str]) -> Environment | str:
         name, version, files, _ = wanted
         seen = []
         for environment in self._environments(language, files):
@@ -151,9 +156,13 @@ class _Comparison:
                 seen.append(f"{environment.python}: {error.message}")
                 continue
             has = worker.fingerprint.result()
-            if tuple(getattr(has, field) for field in _TOOLCHAIN) == wanted:
+            others = [
+                label.removeprefix(_FACT) for label, text in facts.items() if has.facts[label.removeprefix(_FACT)] != text
+            ]
+            if tuple(getattr(has, field) for field in _TOOLCHAIN) == wanted and not others:
                 return environment
-            seen.append(f"{environment.python} has {has.name} {has.version}, files {has.files[:12]}")
+            other = "".join(f", another {label}" for label in others)
+            seen.append(f"{environment.python} has {has.name} {has.version}, files {has.files[:12]}{other}")
         return f"it was built by {name} {version}, files {files[:12]}; {'; '.join(seen)}"
 
 

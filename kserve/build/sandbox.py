@@ -68,23 +68,23 @@ class World:
             if rule := self._rule(path, right):
                 self._rules.append(rule)
 
-    def enter(self, own: Path) -> bool:
+    def enter(self, own: Path, roots: Iterable[str] = ()) -> bool:
         """Restrict this process and what it starts, for life: read and run what lies in the world, read and write in `own`.
 
-        What `own`/src is a link to may be read.
+        What `own`/src is a link to may be read, and so may what lies under `roots`, which is not run.
 
         TCP, signals to other processes and abstract sockets are refused too, by kernels that can.
 
         Returns: False when the kernel cannot, or refuses: nothing is restricted then, and standard output says why.
         """
         try:
-            self._restrict(own)
+            self._restrict(own, roots)
         except OSError as error:
             print(f"this build's world is open: Landlock: {error.strerror}", flush=True)  # noqa: T201 - the build's log
             return False
         return True
 
-    def _restrict(self, own: Path) -> None:
+    def _restrict(self, own: Path, roots: Iterable[str]) -> None:
         if self._missing is not None:
             raise self._missing
         attributes = struct.pack("=3Q", self._handled, _BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)
@@ -92,8 +92,9 @@ class World:
         size = 24 if self._version >= 6 else 16 if self._version >= 4 else 8
         ruleset = _call(_CREATE_RULESET, attributes, size)
         try:
-            sources = self._rule(f"{own}/src", _READ)
-            for rule in (*self._rules, self._rule(str(own), _OWN), *([sources] if sources else ())):
+            more = [self._rule(root, _READ & ~_EXECUTE) for root in roots]
+            rules = [rule for rule in (self._rule(f"{own}/src", _READ), *more) if rule]
+            for rule in (*self._rules, self._rule(str(own), _OWN), *rules):
                 _call(_ADD_RULE, ruleset, _PATH_BENEATH, rule)
             if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
                 raise _error()
@@ -142,10 +143,17 @@ def _readable(roots: Iterable[Path]) -> set[str]:
 
 
 def _links(root: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink():
-                yield str(path.resolve())
+    """Where the links under the root lead, out of it."""
+    folders = [str(root)] if root.is_dir() else []
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    target = os.path.realpath(entry.path)
+                    if not target.startswith(f"{root}/"):
+                        yield target
+                elif entry.is_dir():
+                    folders.append(entry.path)
 
 
 def _call(number: int, first: int | bytes | None, second: int, third: int | bytes = 0) -> int:

@@ -59,6 +59,12 @@ class Staging:
                 self.remove()
             raise StoreError(f"a build cannot be staged in {parent}: {error}") from None
 
+    def begin_log(self, text: str) -> None:
+        """What stands before the compiler's own words."""
+        if text:
+            with contextlib.suppress(OSError):  # a log is a help
+                (self.root / LOG_NAME).write_text(text + "\n")
+
     def log(self) -> str:
         """What the compiler printed so far: the end of it when it is very long."""
         try:

@@ -116,7 +116,7 @@ def _start(toolchain: Toolchain, order: dict[str, Any], world: World) -> int:
     try:
         directory = Path(order["directory"])
         _become_job(directory, order["memory_bytes"])
-        _run(toolchain, order, closed_world=world.enter(directory))
+        _run(toolchain, order, closed_world=world.enter(directory, order["job"]["roots"]))
         sys.stdout.flush()
         status = 0
     except BaseException:  # nothing may unwind into the worker's own loop  # noqa: BLE001

@@ -1,4 +1,4 @@
-"""The command `kserve`: up, down, status, build, kernels, tune, ncu, sanitize, lock, profile, cache."""
+"""The command `kserve`: up, down, status, build, kernels, tune, ncu, sanitize, lock, profile, report, doctor, cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import kserve
 from kserve import protocol
 from kserve.artifact import DEBUGS
 from kserve.catalog import every_entry, overridable
-from kserve.cli import cache, lock, profile, report, tools, tune
+from kserve.cli import cache, doctor, lock, profile, report, tools, tune
 from kserve.cli.show import fields, say, table
-from kserve.cli.wishes import add_wish, wishes
+from kserve.cli.wishes import add_wish, every_wish, wishes
 from kserve.client.connection import Connection
 from kserve.client.direct import resolve
 from kserve.client.launch import Kernel
@@ -61,8 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     kernels = _command(commands, "kernels", _kernels, "list the kernels that can be asked for")
     kernels.add_argument("--schema", action="store_true", help="print the JSON schema of kernel.toml instead")
 
-    build = _command(commands, "build", _build, "build a kernel, or find it in the store")
+    build = _command(commands, "build", _build, "build kernels, or find them in the store")
     add_wish(build, required=True)
+    build.add_argument("--all", action="store_true", help="every kernel with its defaults, for each target it is made for")
     build.add_argument("--debug", choices=DEBUGS, default="", help="a variant for tools that show sources or check accesses")
     build.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for the build")
 
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "report", report.every, "what kernels cost the processes that use this store")
     why_cold = _command(commands, "why-cold", report.one, "where one process lost its time, kernel by kernel")
     why_cold.add_argument("pid", type=int, help="of a process that lives and has loaded a kernel")
+    doctor.add_commands(_command(commands, "doctor", None, "what this machine has", json_flag=False), _command)
     profile.add_command(_command(commands, "profile", profile.run, "where a step of a model spends its time"))
     cache.add_commands(_command(commands, "cache", None, "look into the store", json_flag=False), _command)
     return parser
@@ -208,7 +210,10 @@ def _strays(known: set[str]) -> list[str]:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    kernels = resolve(wishes(arguments, load_settings(), debug=arguments.debug), timeout_s=arguments.timeout, load=False)
+    if not (arguments.name or arguments.all):
+        raise RequestError("kserve build needs a kernel, or --all", hint="kserve kernels lists them")
+    named = every_wish if arguments.all else wishes
+    kernels = resolve(named(arguments, load_settings(), debug=arguments.debug), timeout_s=arguments.timeout, load=False)
     plain = [describe(kernel) for kernel in kernels]
     rows = [
         [k["name"], k["target"], k["origin"], f"{k['seconds']:.3f} s", f"{k['size_bytes']} B", k["key"][:12], k["digest"][:12]]
@@ -218,7 +223,7 @@ def _build(arguments: argparse.Namespace) -> int:
     spilling = [k for k in plain if k["resources"].get("spill_bytes")]
     spills = [f"{k['name']} for {k['target']} spills {k['resources']['spill_bytes']} bytes a thread" for k in spilling]
     text = "\n".join([table(head, rows), *spills])
-    return _report(arguments, plain[0] if len(plain) == 1 else {"kernels": plain}, text)
+    return _report(arguments, plain[0] if len(plain) == 1 and not arguments.all else {"kernels": plain}, text)
 
 
 def describe(kernel: Kernel) -> dict[str, Any]:

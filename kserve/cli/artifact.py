@@ -66,6 +66,11 @@ def _described(found: dict[str, Any]) -> str:
         **_resources(manifest["resources"]),
         **_facts(found["facts"]),
         "symbol": contract["symbol"],
+        **(
+            {"needs": ", ".join(f"{need} {text}" for need, text in contract["needs"].items() if text)}
+            if contract["needs"]
+            else {}
+        ),
         "parameters": ", ".join(parameters),
         "launch": f"grid ({', '.join(contract['grid'])}), block ({', '.join(contract['block'])}), "
         f"shared {contract['shared_bytes']} B",

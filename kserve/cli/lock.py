@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kserve import catalog, protocol
+from kserve.artifact import DECLARED
 from kserve.cli.show import say, table
 from kserve.cli.wishes import add_wish, wishes
 from kserve.client.connection import Connection
 from kserve.client.direct import Wanted, resolve
 from kserve.client.launch import Kernel
 from kserve.config import Settings, environment_variables, load_settings
+from kserve.definition import EXTENSION
 from kserve.errors import RequestError
 from kserve.knobs import overrides_in
 from kserve.lockfile import Lock, Locked, LockedArtifact, read_lock
@@ -57,8 +59,12 @@ def _named(arguments: argparse.Namespace, settings: Settings) -> list[Wanted]:
 def _held(settings: Settings) -> list[Wanted]:
     """Every kernel of the store, as it was built."""
     found = {}
+    known = {entry.name for _, _, entry in catalog.every_entry(settings)}
     for artifact in Connection(settings).call("GET", protocol.ARTIFACTS, start=True)["artifacts"]:
         if artifact["debug"]:  # its bytes are for tools on this machine
+            continue
+        # A unit goes with its extension; one that was built through a door is in no catalog.
+        if artifact["language"] == EXTENSION and (artifact["name"] not in known or artifact["variant"] != DECLARED):
             continue
         axes = catalog.definition_of(catalog.find(artifact["name"], settings).folder).axes
         spec = {name: value for name, value in artifact["spec"].items() if name in axes}

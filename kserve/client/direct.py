@@ -31,6 +31,7 @@ from kserve.store.files import FileStore
 from kserve.target import parse_target
 
 if TYPE_CHECKING:
+    from kserve.client.given import Given
     from kserve.lockfile import Lock, Locked
 
 # A compiler that is replaced is noticed this much later by a process that has just looked.
@@ -44,6 +45,7 @@ class Wanted(NamedTuple):
         debug: which debug variant; empty for none.
         knobs: values for knobs, of the tuner or a lock; they count more than any variable or tuning.
         sizes: the bucket a tuning is looked for in.
+        given: its files, where they lie in no folder of the catalog.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Wanted(NamedTuple):
     debug: str = ""
     knobs: Mapping[str, int] = {}
     sizes: Mapping[str, int] = {}
+    given: Given | None = None
 
 
 class Local:
@@ -60,7 +63,7 @@ class Local:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.settings: Settings = load_settings()
-        self.environment = environment_of_process()
+        self.environment = environment_of_process(self.settings)
         self.variables = environment_variables()
         self.roots = [os.path.realpath(root) for root in (*self.settings.kernel_path, *built_in_roots())]
         self.places = (self.settings.store, *self.settings.layers)
@@ -82,7 +85,8 @@ class Local:
 
     def request_digest(self, wish: Wanted) -> str:
         """The name of the wish's alias."""
-        return request_digest(wish.name, wish.spec, wish.target, roots=self.roots, environment=self.environment)
+        name, roots = (wish.given.identity, []) if wish.given else (wish.name, self.roots)
+        return request_digest(name, wish.spec, wish.target, roots=roots, environment=self.environment)
 
     def read(self, name: str) -> bytes | None:
         """The record from the first store that has it whole."""
@@ -154,21 +158,18 @@ def _is_trusted(root: Any, uids: frozenset[int]) -> bool:
     return True
 
 
-_local: Local | None = None
+_locals: dict[int, Local] = {}
 
 
 def local() -> Local:
-    """This process's own; a forked child gets another."""
-    global _local  # noqa: PLW0603 - one a process
-    if _local is None or _local.pid != os.getpid():
-        _local = Local()
-    return _local
+    """This process's own, the same for all its threads; a forked child gets another."""
+    pid = os.getpid()
+    return _locals.get(pid) or _locals.setdefault(pid, Local())
 
 
 def leave() -> None:
     """Forget it: the next one reads the settings again."""
-    global _local  # noqa: PLW0603 - one a process
-    _local = None
+    _locals.clear()
 
 
 def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool = True, locked: bool = True) -> list[Kernel]:
@@ -265,24 +266,25 @@ def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> tu
     if not here.stores:
         raise _Doubt("there is no store yet that this process can trust")
     request, chosen_by = here.request_digest(wish), ""
-    alias = _alias(here, request, seen)
+    roots = [""] if wish.given else here.roots  # what a wish brings itself is stamped by its path
+    alias = _alias(here, request, seen, roots)
     if alias.signpost is not None:
         from kserve.client.choice import values_at
 
         values, chosen_by = values_at(alias.signpost, wish, here.variables, here.read)
         if values is None:
             raise _Doubt(chosen_by)
-        alias = _alias(here, answer_digest(request, values), seen)
+        alias = _alias(here, answer_digest(request, values), seen, roots)
     return [_held(here, found) for found in alias.variants], chosen_by
 
 
-def _alias(here: Local, name: str, seen: dict[tuple[str, int], bool]) -> Alias:
+def _alias(here: Local, name: str, seen: dict[tuple[str, int], bool], roots: list[str]) -> Alias:
     """The alias, while everything it was made of is as it was. Raises: _Doubt."""
     content = here.stores[0].get(f"alias/{name}")
     alias = None if content is None else alias_from_bytes(content)
     if alias is None:
         raise _Doubt("it is the first such request to this store")
-    if changed := changed_since(alias.stamps, here.roots, seen):
+    if changed := changed_since(alias.stamps, roots, seen):
         raise _Doubt(f"{changed} has changed")
     if not here.is_same_compiler(alias):
         raise _Doubt(f"the {alias.language} compiler has changed")
@@ -317,10 +319,13 @@ def kernel_of(artifacts: list[Artifact], *, origin: str, began: float, load: boo
 
 def _device_for(artifact: Artifact) -> int | None:
     """The current device when it runs this binary; None when there is no device, or it does not."""
+    manifest = artifact.manifest
+    if manifest.contract.format == "so":
+        raise LoadError(f"{manifest.name} is an extension, no kernel", hint=f"get_extension({manifest.name!r}) loads it")
     try:
         found = driver()
         device = found.current_device()
-        fits = parse_target(artifact.manifest.target).runs_on(found.target_of(device).capability)
+        fits = parse_target(manifest.target).runs_on(found.target_of(device).capability)
     except LoadError:
         return None
     return device if fits else None

@@ -62,6 +62,11 @@ class Kernel:
         return self._roads.artifacts[1].manifest if len(self._roads.artifacts) > 1 else None
 
     @property
+    def artifact(self) -> Artifact:
+        """The variant for the declared argument facts, with its verified bytes."""
+        return self._roads.artifacts[0]
+
+    @property
     def name(self) -> str:
         return self.manifest.name
 

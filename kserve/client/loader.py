@@ -83,6 +83,11 @@ class Driver:
             self.check(status, "ask for the current device")
         return device.value
 
+    def device_count(self) -> int:
+        count = c_int()
+        self.check(self.slow.cuDeviceGetCount(byref(count)), "count the devices")
+        return count.value
+
     def has_context(self) -> bool:
         return bool(self._current(byref(c_int())) == 0)
 

@@ -16,6 +16,7 @@ from kserve.artifact import Artifact
 from kserve.client.choice import device_for
 from kserve.client.connection import Connection, forgive
 from kserve.client.direct import Local, Wanted, local
+from kserve.client.given import Given
 from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildTimeout,
@@ -35,6 +36,7 @@ from kserve.protocol import Pending, Resolved
 _PATIENCE_S = 2.0
 _ATTEMPTS = 10
 _ENDING_S = 1.0
+_READ = "include."  # the labels of what a build has read outside
 
 
 class _Session:
@@ -65,25 +67,23 @@ class _Session:
             self._idle.pop().close()
 
 
-_session: _Session | None = None
+_sessions: dict[Local, _Session] = {}
 
 
 def session() -> _Session:
-    """This process's session; a forked child gets its own, and so does one with other settings."""
-    global _session  # noqa: PLW0603 - one session a process
+    """This process's session, one for all threads; a forked child gets its own, and so does one with other settings."""
     here = local()
-    if _session is None or _session.local is not here:
-        _session = _Session(here)
-    return _session
+    for other in [other for other in list(_sessions) if other is not here]:
+        _sessions.pop(other, None)
+    return _sessions.get(here) or _sessions.setdefault(here, _Session(here))
 
 
 def disconnect() -> None:
     """Close the connections, and bear no daemon a grudge."""
     forgive()
-    global _session  # noqa: PLW0603 - one session a process
-    if _session is not None:
-        _session.close()
-    _session = None
+    for found in list(_sessions.values()):
+        found.close()
+    _sessions.clear()
 
 
 class Answer(NamedTuple):
@@ -156,7 +156,6 @@ def _ask(
     asked = _all_asked(here, wanted)
     if not connection.is_open and not listens(here.settings.socket):  # no daemon is started for a wish it would refuse
         _check(asked)
-    requests = [_request(here, one, is_one=is_one) for one in asked]
     results: list[list[Resolved] | Pending | KserveError | None] = [None] * len(asked)
     sent: dict[str, int] = {}
     began = time.monotonic()
@@ -164,13 +163,15 @@ def _ask(
         # A failure stands: asked for again, it would be built again once the daemon has forgotten it.
         left = [place for place, result in enumerate(results) if not isinstance(result, KserveError)]
         wait_s = max(0.0, min(_PATIENCE_S, deadline - time.monotonic()))
-        body = protocol.resolve_request(
-            [requests[place] for place in left], client=here.client, version=kserve.__version__, wait_s=wait_s
-        )
+        requests = [_request(here, asked[place], is_one=is_one) for place in left]
+        body = protocol.resolve_request(requests, client=here.client, version=kserve.__version__, wait_s=wait_s)
         plain = connection.call("POST", protocol.RESOLVE, body, wait_s=wait_s, start=True)["results"]
         missing = {digest for result in plain for digest in result.get("missing", ())}
         if missing:
             _upload(connection, asked, missing, sent)
+            continue
+        looked = [_looks_outside(asked[place], result.get("includes", [])) for place, result in zip(left, plain, strict=True)]
+        if any(looked):
             continue
         for place, result in zip(left, plain, strict=True):
             results[place] = protocol.read_result(result)
@@ -178,6 +179,7 @@ def _ask(
             _raise_first(asked, results)
         pending = [(one.wish, result) for one, result in zip(asked, results, strict=True) if isinstance(result, Pending)]
         if not pending:
+            _tell_what_was_read(here, connection, asked, results)
             return [
                 (one.chosen_by, found)
                 for one, found in zip(asked, results, strict=True)
@@ -186,13 +188,36 @@ def _ask(
         _wait_on(pending, began=began, deadline=deadline)
 
 
+def _looks_outside(one: _Asked, names: list[str]) -> bool:
+    """Look at the files outside that a wish has not looked at; whether there were any."""
+    unseen = one.wish.given.unseen(names) if one.wish.given else []
+    if one.wish.given and unseen:
+        one.wish.given.look(unseen)
+    return bool(unseen)
+
+
+def _tell_what_was_read(here: _Session, connection: Connection, asked: list[_Asked], results: Sequence[object]) -> None:
+    """An extension was built now: only now is it known what it is made of, and the next process needs an alias."""
+    for one, result in zip(asked, results, strict=True):
+        if one.wish.given and isinstance(result, list):
+            labels = result[0].manifest.components
+            if _looks_outside(one, [label.removeprefix(_READ) for label in labels if label.startswith(_READ)]):
+                request = _request(here, one, is_one=True)
+                body = protocol.resolve_request([request], client=here.client, version=kserve.__version__, wait_s=0.0)
+                connection.call("POST", protocol.RESOLVE, body)
+
+
 class _Asked(NamedTuple):
     """A wish, the entry it means, and the variables that set its knobs."""
 
     wish: Wanted
-    entry: catalog.Found
-    stamps: Stamps | None
+    entry: catalog.Found | Given
+    known: Stamps | None
     overrides: dict[str, Override]
+
+    @property
+    def stamps(self) -> Stamps | None:
+        return self.entry.stamps if isinstance(self.entry, Given) else self.known
 
     @property
     def chosen_by(self) -> str:
@@ -205,10 +230,10 @@ class _Asked(NamedTuple):
 
 def _all_asked(here: _Session, wanted: list[Wanted]) -> list[_Asked]:
     """The wishes with what they need. Raises: InvalidSpec for a variable that says no value of its knob."""
-    entries = {name: _find(here, name) for name in dict.fromkeys(wish.name for wish in wanted)}
+    entries = {name: _find(here, name) for name in dict.fromkeys(wish.name for wish in wanted if wish.given is None)}
     asked = []
     for wish in wanted:
-        found = entries[wish.name]
+        found = _Found(wish.given.read(), None) if wish.given else entries[wish.name]
         overrides = {} if wish.knobs else overrides_in(found.entry.variables, here.local.variables)
         asked.append(_Asked(wish, *found, overrides))
         if overrides:
@@ -226,11 +251,15 @@ def _request(here: _Session, asked: _Asked, *, is_one: bool) -> dict[str, Any]:
         files=entry.digests,
         spec=wish.spec,
         target=wish.target,
-        environment=environment_of_process(),
+        environment=environment_of_process(here.settings),
         build=not here.settings.no_build,
-        alias=alias if asked.stamps and is_one and not wish.debug else None,  # a debug variant the daemon alone serves
+        alias=alias
+        if alias["stamps"] is not None and is_one and not wish.debug
+        else None,  # a debug variant the daemon alone serves
         debug=wish.debug,
     )
+    if wish.given:
+        request = protocol.with_outside(request, wish.given.outside)
     knobs = {"values": dict(values), "sizes": dict(wish.sizes), "device": device and device._asdict()}
     return {**request, **({"knobs": knobs} if entry.variables else {}), **({} if is_one else {"generic": False})}
 
@@ -238,7 +267,7 @@ def _request(here: _Session, asked: _Asked, *, is_one: bool) -> dict[str, Any]:
 class _Found(NamedTuple):
     """An entry, and the stamps of what it was read from where they are certain."""
 
-    entry: catalog.Found
+    entry: catalog.Found | Given
     stamps: Stamps | None
 
 

@@ -30,8 +30,9 @@ def start_daemon(settings: Settings, *, idle_s: float) -> None:
 
     Raises: what kept it from starting; DaemonUnreachable with the end of its log when it took too long or crashed.
     """
-    folder, log = private_runtime(settings.socket), log_path(settings)
+    log = log_path(settings)
     try:
+        folder = private_runtime(settings.socket)
         with _held(folder / "start.lock"):
             if not listens(settings.socket) and _start(settings, idle_s, log) != 0:
                 raise _reason(settings, log.read_text(errors="replace").strip() if log.exists() else "")

@@ -169,7 +169,7 @@ _op = define(
 def _launch(*given: Any) -> torch.Tensor:
     call = Call(*given)
     n_edges, n_graphs = call.logits.shape[0], call.n_graphs
-    chunk = _SMALL_CHUNK if n_edges <= _FEW_EDGES else _LARGE_CHUNK
+    chunk = chunk_of(n_edges)
     chunks = get_kernel("graph_norm_bce_chunks", chunk=chunk)
     mean = get_kernel("graph_norm_bce_mean", chunk=chunk)
     scratch = call.edge_graph.new_empty(-(-n_edges // chunk) * _RECORD_WORDS + 2 * n_graphs + 2)
@@ -178,6 +178,11 @@ def _launch(*given: Any) -> torch.Tensor:
     chunks(*edges, scratch, n_edges, n_graphs)
     mean(*edges, scratch, out, n_edges, n_graphs)
     return out
+
+
+def chunk_of(n_edges: int) -> int:
+    """Edges of one record."""
+    return _SMALL_CHUNK if n_edges <= _FEW_EDGES else _LARGE_CHUNK
 
 
 def _launch_atomic(*given: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import kserve
 from kserve import protocol
+from kserve.build.includes import MissingIncludes
 from kserve.build.planner import MissingSources
 from kserve.errors import KserveError, RequestError
 from kserve.protocol import Pending
@@ -162,6 +163,8 @@ def _result(answer: Answer | BaseException) -> dict[str, Any]:
         raise answer
     if isinstance(answer, MissingSources):
         return {"missing": answer.digests}
+    if isinstance(answer, MissingIncludes):
+        return {"includes": answer.names}
     if isinstance(answer, Pending):
         return {"pending": answer._asdict()}
     return {"variants": [{**found._asdict(), "manifest": found.manifest.to_json()} for found in answer]}

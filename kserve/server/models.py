@@ -17,7 +17,9 @@ from kserve.server.reading import (
     MOST_FILES,
     MOST_KERNELS,
     MOST_KNOBS,
+    MOST_ROOTS,
     MOST_STAMPS,
+    USES,
 )
 from kserve.spec import NAME
 from kserve.tuning import MOST_ROWS
@@ -47,11 +49,12 @@ class ErrorAnswer(_Model):
 
 
 class EnvironmentModel(_Model):
-    """The caller's interpreter, its extra path, and the versions of torch and Triton it has imported."""
+    """The caller's interpreter, its extra path, the versions of torch and Triton it has imported, the CUDA toolkit it names."""
 
     python: Text
     python_path: list[Text] = Field(default=[], max_length=100)
     loaded: dict[Text, Text] = Field(default={}, max_length=10)
+    cuda_home: Text = ""
 
 
 class AliasModel(_Model):
@@ -79,6 +82,21 @@ class KnobsModel(_Model):
     device: DeviceModel | None = None
 
 
+class RootModel(_Model):
+    """A directory or file that an extension may read; `use` says how, `identity` names the package it belongs to."""
+
+    path: Annotated[str, StringConstraints(pattern=r"^/", max_length=LONGEST_TEXT)]
+    use: Annotated[str, StringConstraints(pattern=USES, max_length=LONGEST_TEXT)]
+    identity: Text
+
+
+class OutsideModel(_Model):
+    """What an extension may read besides its files, and the digests of what the caller has looked at of it."""
+
+    roots: list[RootModel] = Field(max_length=MOST_ROOTS)
+    digests: dict[Text, Annotated[str, StringConstraints(pattern=r"^(?:[0-9a-f]{64})?$")]] = Field(max_length=MOST_STAMPS)
+
+
 class KernelModel(_Model):
     """One wanted kernel: `files` names every file of its folder by digest."""
 
@@ -92,6 +110,7 @@ class KernelModel(_Model):
     alias: AliasModel | None = None
     knobs: KnobsModel | None = None
     generic: bool = True
+    outside: OutsideModel | None = None
 
 
 class ResolveModel(_Model):

@@ -12,23 +12,26 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kserve.artifact import DEBUGS
+from kserve.build.extension_job import Outside, Root
 from kserve.build.planner import AliasWish, KernelRequest
 from kserve.build.pool import Environment
 from kserve.build.tuned import NO_WISH, KnobWish
-from kserve.errors import RequestError
+from kserve.errors import ForeignPeer, RequestError
 from kserve.tuning import Device
 
 MOST_KERNELS = 1000
 MOST_FILES = 1000
-MOST_STAMPS = 5000
+MOST_STAMPS = 20_000
+MOST_ROOTS = 200
 MOST_KNOBS = 100
+USES = r"^(?:quote [A-Za-z0-9_./+-]+|include|system|library|read|project)$"
 LONGEST_TEXT = 4096
 LONGEST_WAIT_S = 600.0
 LONGEST_NAME = 200
 DIGEST = r"^[0-9a-f]{64}$"
 # No parent folders, no absolute paths: the name becomes a path inside the staging directory.
 FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*$"
-_DIGEST, _FILE_NAME = re.compile(DIGEST), re.compile(FILE_NAME)
+_DIGEST, _FILE_NAME, _USES = re.compile(DIGEST), re.compile(FILE_NAME), re.compile(USES)
 
 
 class ResolveRequest(NamedTuple):
@@ -64,7 +67,7 @@ def read_resolve(content: bytes, *, may_alias: bool) -> ResolveRequest:
 
 
 def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
-    optional = ("spec", "build", "alias", "knobs", "generic", "debug")
+    optional = ("spec", "build", "alias", "knobs", "generic", "debug", "outside")
     fields = _Fields(place, plain, ("name", "files", "target", "environment"), optional)
     files = fields.table("files", MOST_FILES)
     for name, digest in files.items():
@@ -90,15 +93,37 @@ def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:
         alias=alias if may_alias else None,
         knobs=_knobs(f"{place}.knobs", fields.get("knobs")),
         generic=fields.flag("generic", default=True),
+        outside=_outside(f"{place}.outside", fields.get("outside"), may_read=may_alias),
         debug=debug,
     )
 
 
+def _outside(place: str, plain: object, *, may_read: bool) -> Outside | None:
+    """What an extension may read besides: named by the daemon's own user only, as whom it is compiled."""
+    if plain is None:
+        return None
+    if not may_read:
+        raise ForeignPeer(
+            "directories outside of a kernel's folder are taken from the daemon's own user, over its socket, only"
+        )
+    fields = _Fields(place, plain, ("roots", "digests"))
+    roots = [_Fields(f"{place}.roots", root, ("path", "use", "identity")) for root in fields.list("roots", MOST_ROOTS)]
+    read = tuple(Root(root.text("path"), root.text("use"), root.text("identity")) for root in roots)
+    for root in read:
+        if not root.path.startswith("/") or not _USES.fullmatch(root.use):
+            raise _refused(f"{place}.roots", "absolute paths, each with a use")
+    digests = fields.table("digests", MOST_STAMPS)
+    if not all(isinstance(digest, str) and (not digest or _DIGEST.fullmatch(digest)) for digest in digests.values()):
+        raise _refused(f"{place}.digests", "64 hex digits, or nothing where there is no such file")
+    return Outside(read, digests)
+
+
 def _environment(place: str, plain: object) -> Environment:
-    fields = _Fields(place, plain, ("python",), ("python_path", "loaded"))
+    fields = _Fields(place, plain, ("python",), ("python_path", "loaded", "cuda_home"))
     path = [_text(f"{place}.python_path", part) for part in fields.list("python_path", 100, default=[])]
     loaded = {name: _text(f"{place}.loaded", version) for name, version in fields.table("loaded", 10, default={}).items()}
-    return Environment(fields.text("python"), tuple(path), tuple(sorted(loaded.items())))
+    cuda_home = _text(f"{place}.cuda_home", fields.get("cuda_home", ""))
+    return Environment(fields.text("python"), tuple(path), tuple(sorted(loaded.items())), cuda_home)
 
 
 def _alias(place: str, plain: object) -> AliasWish | None:

@@ -11,6 +11,8 @@ from kserve.key import differences
 FIRST = "first build"
 _REMEMBERED = 64
 _MOST_LOST = 20_000
+_MOST_NAMED = 8
+_READ = "include."
 
 
 class Reasons:
@@ -37,10 +39,20 @@ class Reasons:
         if key in self._lost:
             return self._lost.pop(key)
         nearest = self.nearest(key, name, variant, components)
-        return FIRST if nearest is None else "; ".join(nearest[1])
+        if nearest is None:
+            return FIRST
+        more = [f"and {len(nearest[1]) - _MOST_NAMED} more"] if len(nearest[1]) > _MOST_NAMED else []
+        return "; ".join([*nearest[1][:_MOST_NAMED], *more])
 
     def nearest(self, key: str, name: str, variant: str, components: Mapping[str, str]) -> tuple[str, list[str]] | None:
         """The known key of that kernel and variant with the fewest differences, and what they are."""
         known = tuple(self._known[name, variant])  # a copy: a build that ends in another thread adds to it
-        others = [(other, differences(old, components)) for other, old in reversed(known) if other != key]
+        others = [(other, differences(_seen(old, components), components)) for other, old in reversed(known) if other != key]
         return min(others, key=lambda found: len(found[1]), default=None)
+
+
+def _seen(old: Mapping[str, str], new: Mapping[str, str]) -> Mapping[str, str]:
+    """The old components without what its build has read outside, where nobody knows yet what the new one will read."""
+    if any(label.startswith(_READ) for label in new):
+        return old
+    return {label: text for label, text in old.items() if not label.startswith(_READ)}

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -18,7 +18,11 @@ from kserve.errors import CompileFailed, ToolchainMissing
 from kserve.spec import DTYPES, SCALARS
 
 _TOOK = re.compile(r"^.*Compile time = .*\n?", re.MULTILINE)  # ptxas -v
-MODULES = {"cuda": "kserve.toolchain.nvrtc", "triton": "kserve.toolchain.triton"}
+MODULES = {
+    "cuda": "kserve.toolchain.nvrtc",
+    "triton": "kserve.toolchain.triton",
+    "torch-extension": "kserve.toolchain.extension",
+}
 
 
 class JobArgument(NamedTuple):
@@ -40,6 +44,7 @@ class Job(NamedTuple):
         main:     the source file that is compiled.
         function: a C++ name expression, or a Triton function's name.
         options:  the language's compile options: `flags` (texts, in order), `num_warps` and so on (integers).
+        roots:    directories and files outside that the compile may read; never part of a key.
         debug:    which debug variant (`artifact.DEBUGS`); empty for none.
     """
 
@@ -49,6 +54,7 @@ class Job(NamedTuple):
     function: str
     arguments: tuple[JobArgument, ...]
     options: dict[str, Any]
+    roots: tuple[str, ...] = ()
     debug: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -68,6 +74,8 @@ class Built(NamedTuple):
         attachments:   kind -> text.
         cpu_s:         processor seconds of the compile; the worker's word.
         closed_world:  the compile could read nothing but its compiler and the declared files; the worker's word.
+        needs:         as in `artifact.Contract`.
+        includes:      digests of the files that were read from the job's roots, by `<number of the root>/<relative name>`.
     """
 
     format: str
@@ -82,6 +90,8 @@ class Built(NamedTuple):
     scratch_bytes: tuple[int, ...] = ()
     closed_world: bool = False
     cpu_s: float = 0.0
+    needs: Mapping[str, str] = {}
+    includes: Mapping[str, str] = {}
 
 
 class Fingerprint(NamedTuple):
@@ -93,6 +103,7 @@ class Fingerprint(NamedTuple):
         options:       what every compile of it gets besides the job's own, as one text.
         stamps:        path -> stamp (`alias.stamp`) of those files and of the directories they were found through:
                        while all are the same, the fingerprint is. Never part of a key.
+        facts:         further facts, of which a language takes into a key what a build depends on.
     """
 
     name: str
@@ -100,6 +111,7 @@ class Fingerprint(NamedTuple):
     files: str
     stamps: dict[str, list[int]]
     options: str = ""
+    facts: Mapping[str, str] = {}
 
 
 class Toolchain(Protocol):
@@ -125,7 +137,17 @@ def load_toolchain(language: str) -> Toolchain:
 
 def job_from_json(plain: dict[str, Any]) -> Job:
     """The job that `Job.to_json` wrote."""
-    return Job(**{**plain, "arguments": tuple(JobArgument(**argument) for argument in plain["arguments"])})
+    arguments = tuple(JobArgument(**argument) for argument in plain["arguments"])
+    return Job(**{**plain, "arguments": arguments, "roots": tuple(plain["roots"])})
+
+
+def built_from_json(plain: Mapping[str, Any]) -> Built:
+    """What a worker has left as JSON."""
+    fields = dict(plain)
+    fields["params"] = None if plain["params"] is None else [(offset, size) for offset, size in plain["params"]]
+    fields["attachments"] = dict.fromkeys(plain["attachments"], "")
+    fields["scratch_bytes"] = tuple(plain["scratch_bytes"])
+    return Built(**fields)
 
 
 def fingerprint_files(name: str, version: str, *, root: Path, files: Iterable[Path], search: Iterable[str]) -> Fingerprint:

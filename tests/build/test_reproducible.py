@@ -18,6 +18,7 @@ from kserve.build.sandbox import landlock_version
 from kserve.catalog import every_entry
 from kserve.config import Settings
 from tests.support.daemon import Daemon, daemon, place, variables
+from tests.support.extensions import CUDA_TOML, write_cuda_extension
 from tests.support.processes import REPOSITORY
 
 pytestmark = [pytest.mark.toolchain, pytest.mark.slow]
@@ -40,6 +41,7 @@ WISHES: list[tuple[str, dict[str, Any]]] = [
     ("realspace_bwd", {}),
     ("realspace_bwd", {"n_ang": 2, "n_grid": 9}),
 ]
+EXTENSION = "kserve_operators"
 # Prints which package asked, and key and digest of each variant.
 ASK = """
 import json, sys, kserve
@@ -51,7 +53,7 @@ print(json.dumps([kserve.__file__, [[m.key, m.digest] for m in manifests]]))
 
 
 def test_every_built_in_kernel_is_wished_for():
-    assert {entry.name for _, _, entry in every_entry(Settings())} == {name for name, _ in WISHES}
+    assert {entry.name for _, _, entry in every_entry(Settings())} == {EXTENSION, *(name for name, _ in WISHES)}
 
 
 def linked(source: str, target: str) -> None:
@@ -118,6 +120,66 @@ def test_another_checkout_and_environment_give_the_same_keys_and_bytes():
             found = here.call("POST", "/v1/verify?rebuild=1", wait_s=200)
     assert (found["differing"], found["failed"], found["skipped"]) == ([], [], [])
     assert found["n_rebuilt"] == len(built) > len(TARGETS) * len(WISHES), "most have a variant for no facts"
+
+
+STABLE = """
+#include <torch/csrc/stable/tensor.h>
+extern "C" bool is_row(void* tensor) {
+  const torch::stable::Tensor found(static_cast<AtenTensorHandle>(tensor));
+  STD_TORCH_CHECK(found.dim() == 1, "a message with the name of this file");
+  return found.is_contiguous();
+}
+"""
+
+
+@pytest.mark.skipif(not Path("/usr/local/cuda/bin/nvcc").is_file(), reason="there is no nvcc in /usr/local/cuda")
+def test_an_extension_has_the_same_bytes_beside_another_torch_and_toolkit():
+    """Kernel, torch, toolkit and Python's headers are reached by other paths, as in another checkout and environment."""
+    toml = CUDA_TOML.replace('["scale.cu"]', '["scale.cu", "stable.cpp"]').replace(
+        "[options]", '[options]\nstable_abi = "2.11"'
+    )
+    with place() as root:
+        for folder in (root / "kernels" / "case", root / "elsewhere" / "deep" / "case"):
+            (write_cuda_extension(folder, toml=toml) / "stable.cpp").write_text(STABLE)
+        python, checkout = second_environment(root / "venv"), second_checkout(root / "checkout")
+        site = next((root / "venv").glob("lib/python3*/site-packages"))
+        (site / "torch").symlink_to(SITE / "torch")
+        for headers in SITE.glob("nvidia/cu[0-9][0-9]/include"):  # what a trimmed toolkit lacks
+            (site / headers.relative_to(SITE)).symlink_to(headers)
+        (root / "cuda").symlink_to("/usr/local/cuda")
+        with daemon(root, checkout=checkout) as there:
+            built = extension(python, checkout, root, CUDA_HOME=str(root / "cuda"))
+            artifacts = there.call("GET", "/v1/artifacts")["artifacts"]
+            logs = [there.call("GET", f"/v1/artifacts/{one['key']}")["attachments"]["log"] for one in artifacts]
+        assert len(artifacts) == 3
+        assert all(f"{site}/torch/" in log for log in logs)
+        for one in artifacts:
+            payload = (root / "store" / "payload" / one["digest"][:2] / one["digest"]).read_bytes()
+            assert str(root).encode() not in payload
+            assert str(SITE).encode() not in payload
+        with daemon(root) as here:
+            other = {"KSERVE_NO_BUILD": "1", "CUDA_HOME": "/usr/local/cuda", "KSERVE_PATH": str(root / "elsewhere" / "deep")}
+            assert extension(sys.executable, REPOSITORY, root, **other) == built
+            shutil.rmtree(root / "venv")
+            found = here.call("POST", "/v1/verify?rebuild=1", wait_s=200)
+    assert (found["differing"], found["failed"], found["skipped"]) == ([], [], [])
+    assert found["n_rebuilt"] == 3
+
+
+def extension(python: str, checkout: Path, root: Path, **environment: str) -> tuple[str, str]:
+    """Key and digest of the extension, from that interpreter and that checkout."""
+    done = subprocess.run(
+        [python, "-m", "kserve", "build", "scaling", "--target", "sm_90", "--json"],
+        cwd=checkout,
+        env={"PATH": os.environ["PATH"], **variables(root, KSERVE_AUTOSTART="0", **environment)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout)
+    return found["key"], found["digest"]
 
 
 def assert_compilers_lie_in(root: Path, found: Daemon) -> None:

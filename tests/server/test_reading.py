@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kserve.errors import RequestError
+from kserve.errors import ForeignPeer, RequestError
 from kserve.server.models import ResolveModel
 from kserve.server.reading import read_resolve
 
@@ -26,7 +26,7 @@ VALID: dict[str, Any] = {
             "files": {"kernel.toml": "0" * 64, "include/a.cuh": "f" * 64},
             "spec": {"n": 1, "on": True, "dtype": "float32"},
             "target": "cuda:sm_90",
-            "environment": {"python": "/p", "python_path": ["/a"], "loaded": {"torch": "2.11"}},
+            "environment": {"python": "/p", "python_path": ["/a"], "loaded": {"torch": "2.11"}, "cuda_home": "/c"},
             "build": False,
             "debug": "device",
             "alias": {"request": "a" * 64, "stamps": {"0": [1, 2, 3, 4], "0/k": []}, "variables": {"B": ["KSERVE_K_B"]}},
@@ -36,6 +36,13 @@ VALID: dict[str, Any] = {
                 "device": {"name": "GPU", "sm_count": 132, "l2_bytes": 1 << 20, "mig": ""},
             },
             "generic": True,
+            "outside": {
+                "roots": [
+                    {"path": "/r", "use": "quote a/b", "identity": "p-1"},
+                    {"path": "/s", "use": "include", "identity": ""},
+                ],
+                "digests": {"0/x.h": "c" * 64, "system/y.h": ""},
+            },
         }
     ],
 }
@@ -55,6 +62,11 @@ PLACES = [
     ("kernels", 0, "environment", "python_path"),
     ("kernels", 0, "environment", "loaded"),
     ("kernels", 0, "environment", "more"),
+    ("kernels", 0, "environment", "cuda_home"),
+    *(("kernels", 0, "outside", field) for field in ("roots", "digests", "more")),
+    *(("kernels", 0, "outside", "roots", 0, field) for field in ("path", "use", "identity", "more")),
+    ("kernels", 0, "outside", "roots", 0),
+    ("kernels", 0, "outside", "digests", "0/x.h"),
     ("kernels", 0, "alias", "request"),
     ("kernels", 0, "alias", "stamps"),
     ("kernels", 0, "alias", "stamps", "0"),
@@ -130,9 +142,19 @@ def test_a_valid_request_is_read_whole():
     (kernel,) = found.kernels
     assert (found.protocol, found.client, found.wait_s) == (1, "c", 2.0)
     assert (kernel.name, kernel.build, kernel.spec) == ("k", False, {"n": 1, "on": True, "dtype": "float32"})
-    assert kernel.environment == ("/p", ("/a",), (("torch", "2.11"),))
+    assert kernel.environment == ("/p", ("/a",), (("torch", "2.11"),), "/c")
     assert kernel.alias is not None
-    assert read_resolve(json.dumps(VALID).encode(), may_alias=False).kernels[0].alias is None
+    assert [root.use for root in kernel.outside.roots] == ["quote a/b", "include"]
+    assert kernel.outside.digests == {"0/x.h": "c" * 64, "system/y.h": ""}
+
+
+def test_another_user_names_no_place_and_no_alias():
+    with pytest.raises(ForeignPeer, match="directories outside"):
+        read_resolve(json.dumps(VALID).encode(), may_alias=False)
+    inside = copy.deepcopy(VALID)
+    del inside["kernels"][0]["outside"]
+    (kernel,) = read_resolve(json.dumps(inside).encode(), may_alias=False).kernels
+    assert kernel.alias is None
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff", b"nan", b'{"a":' * 50_000])

@@ -184,3 +184,28 @@ __global__ void scale(const float* x, float* out, int n, float factor) {
   if (i < n) out[i] = factor * x[i] + UNROLL - UNROLL;
 }
 """
+
+FULL_EXTENSION = """
+schema = 1
+language = "torch-extension"
+sources = ["unit.cpp", "more/*.cu"]
+headers = ["*.h"]
+shared_headers = ["kserve/access.cuh"]
+[spec]
+size = { type = "int", min = 1, max = 4096, default = 8 }
+[derived]
+twice = "2 * size"
+[target]
+cuda = "sm_80"
+features = "arch"
+[options]
+cflags = ["-O3", "-DX=1"]
+cuda_cflags = ["--use_fast_math"]
+ldflags = ["-lcublas"]
+arches = ["sm_80", "sm_90a", "compute_90"]
+stable_abi = "2.11"
+binding = "operators"
+[[entry]]
+name = "Named_1"
+summary = "one line"
+"""

@@ -1,0 +1,77 @@
+// The device code of the CUDA kernels for pointers divisible by KSERVE_ALIGN bytes, and their launches, named by
+// KSERVE_NAMED(base).
+//
+// Everything lies in an unnamed namespace: the same templates for another alignment are in another unit of this library.
+
+#pragma once
+
+#include <kserve/access.cuh>
+#include <kserve/narrow.cuh>
+#include <kserve/philox.cuh>
+
+#include "launch.h"
+
+#define KSERVE_ALIGN_X KSERVE_ALIGN
+#define KSERVE_ALIGN_RESIDUAL KSERVE_ALIGN
+#define KSERVE_ALIGN_OUT KSERVE_ALIGN
+#define KSERVE_ALIGN_GAMMA KSERVE_ALIGN
+#define KSERVE_ALIGN_BETA KSERVE_ALIGN
+#define KSERVE_ALIGN_EDGE_H KSERVE_ALIGN
+#define KSERVE_ALIGN_LOGITS KSERVE_ALIGN
+#define KSERVE_ALIGN_LABELS KSERVE_ALIGN
+#define KSERVE_ALIGN_EDGE_GRAPH KSERVE_ALIGN
+
+// These are plain C, which no namespace keeps apart.
+#define bce_atomic KSERVE_NAMED(bce_atomic)
+#define bce_atomic_mean KSERVE_NAMED(bce_atomic_mean)
+
+namespace {
+
+#include <kserve/edge_features.cuh>
+#include <kserve/graph_norm_bce.cuh>
+#include <kserve/norm_residual.cuh>
+
+using Index = const long long*;  // what the kernels call an int64
+
+unsigned int blocks(std::int64_t of, std::int64_t each) { return static_cast<unsigned int>((of + each - 1) / each); }
+
+template <int Chunk>
+int launch_graph_norm_bce(const float* logits, const float* labels, const std::int64_t* edge_graph, const float* pos_weight,
+                          std::int64_t* scratch, float* out, std::int64_t n_edges, std::int64_t n_graphs, cudaStream_t stream) {
+  auto* records = reinterpret_cast<long long*>(scratch);
+  const auto graph = reinterpret_cast<Index>(edge_graph);
+  bce_chunks<Chunk / 1024>
+      <<<blocks(n_edges, Chunk), 256, 0, stream>>>(logits, labels, graph, pos_weight, records, n_edges, n_graphs);
+  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) return static_cast<int>(status);
+  const unsigned int joining = blocks(n_edges, 8 * Chunk) < 264 ? blocks(n_edges, 8 * Chunk) : 264;
+  bce_mean<Chunk / 1024><<<joining, 512, 0, stream>>>(logits, labels, graph, pos_weight, records, out, n_edges, n_graphs);
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace
+
+int KSERVE_NAMED(kserve_norm_residual)(const float* x, const float* residual, const float* gamma, const float* beta, float* out,
+                                       std::int64_t n, float eps, void* stream) {
+  norm_residual<float, KSERVE_HIDDEN, false, KSERVE_LANES, KSERVE_GROUPS, KSERVE_ROWS>
+      <<<blocks(n, KSERVE_GROUPS * KSERVE_ROWS), KSERVE_LANES * KSERVE_GROUPS, 0, static_cast<cudaStream_t>(stream)>>>(
+          x, residual, gamma, beta, out, n, eps);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int KSERVE_NAMED(kserve_edge_features)(const float* x, const std::int64_t* edge_index, const float* edge_h, float* out,
+                                       std::int64_t n_nodes, std::int64_t n_edges, int edges_per_block, int edges_per_warp,
+                                       void* stream) {
+  constexpr int ahead = 2, threads = 512;  // as the knobs are by default
+  edge_features<float, KSERVE_HIDDEN, KSERVE_EDGE_LANES, ahead, threads>
+      <<<blocks(n_edges, edges_per_block), threads, 0, static_cast<cudaStream_t>(stream)>>>(
+          x, reinterpret_cast<Index>(edge_index), edge_h, out, n_nodes, n_edges, edges_per_block, edges_per_warp);
+  return static_cast<int>(cudaGetLastError());
+}
+
+int KSERVE_NAMED(kserve_graph_norm_bce)(const float* logits, const float* labels, const std::int64_t* edge_graph,
+                                        const float* pos_weight, std::int64_t* scratch, float* out, std::int64_t n_edges,
+                                        std::int64_t n_graphs, std::int64_t chunk, void* stream) {
+  const auto launch =
+      chunk == KSERVE_SMALL_CHUNK ? launch_graph_norm_bce<KSERVE_SMALL_CHUNK> : launch_graph_norm_bce<KSERVE_LARGE_CHUNK>;
+  return launch(logits, labels, edge_graph, pos_weight, scratch, out, n_edges, n_graphs, static_cast<cudaStream_t>(stream));
+}
