@@ -1,7 +1,7 @@
 """Times the built-in ops on their benchmark shapes, next to plain torch, torch.compile and a vendor's kernel.
 
     python benchmarks/run.py                                       every op, every shape, both directions where there are two
-    python benchmarks/run.py --op realspace --shape n_e=44032,f=256,n_ang=3 --direction bwd --baseline eager,compile
+    python benchmarks/run.py --op realspace --shape n_e=44032,f=256,n_ang=3,by_order=0 --direction bwd --baseline eager
 
 An op whose result is wrong in this run has no number, and the exit status is 1. Shares are of ceilings measured in this run:
 a device copy of 1 GiB and a bf16 matrix product. Without a GPU the references run on the host: that shows the harness only.

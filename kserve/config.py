@@ -58,6 +58,8 @@ class Settings(NamedTuple):
     backend: str = "cuda"
     strict: bool = False
     disable: bool = False
+    native: bool | None = None
+    tuned_only: bool = False
     log: str = "info"
 
     @property
@@ -99,6 +101,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "launcher": ("KSERVE_LAUNCHER", setting_values.launcher, "auto, python, compiled"),
     "backend": ("KSERVE_BACKEND", setting_values.backend, "pytorch, compiled, cuda"),
     "strict": ("KSERVE_STRICT", setting_values.flag, "0 or 1"),
+    "native": ("KSERVE_NATIVE", setting_values.flag, "0 or 1"),
+    "tuned_only": ("KSERVE_TUNED_ONLY", setting_values.flag, "0 or 1"),
     "disable": ("KSERVE_DISABLE", setting_values.flag, "0 or 1"),
     "log": ("KSERVE_LOG", setting_values.level, "debug, info, warning, error"),
 }

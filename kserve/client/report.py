@@ -68,6 +68,7 @@ class Report:
         self.seconds: Counter[str] = Counter({"import": kserve.import_s})
         self.origins: Counter[str] = Counter()
         self.missed_after_warm = 0
+        self.declines: dict[str, dict[str, dict[str, int]]] = {}
         self._written_at = float("-inf")
         self._owed = False
 
@@ -78,6 +79,14 @@ class Report:
         self.origins.update(kernel.origin for kernel in call.kernels)
         if self.warm or settings.lock is not None:
             self.missed_after_warm += sum(kernel.origin in ("built", "joined") for kernel in call.kernels)
+        self._write_soon(settings)
+
+    def note_declines(self, op: str, declines: Mapping[str, Mapping[str, int]], settings: Settings) -> None:
+        """Note which modules the kernels of an op do not serve now: class -> reason -> how many."""
+        self.declines[op] = {kind: dict(reasons) for kind, reasons in declines.items()}
+        self._write_soon(settings)
+
+    def _write_soon(self, settings: Settings) -> None:
         if time.monotonic() >= self._written_at + _WRITTEN_EVERY_S:
             self.write(settings)
         elif not self._owed:
@@ -106,6 +115,7 @@ class Report:
             "seconds": dict(self.seconds),
             "origins": dict(self.origins),
             "missed_after_warm": self.missed_after_warm,
+            "declines": self.declines,
             "calls": [{**call._asdict(), "kernels": [kernel._asdict() for kernel in call.kernels]} for call in self.calls],
         }
 
@@ -176,4 +186,8 @@ def shown(plain: Mapping[str, Any]) -> str:
             lines.append(
                 f"    {kernel['name']} {kernel['target']} {kernel['key'][:12]} {kernel['origin']}, {kernel['rung']}{tail}"
             )
+    for op, kinds in sorted(plain.get("declines", {}).items()):
+        for kind, reasons in sorted(kinds.items()):
+            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+            lines.append(f"  {op} left to torch: {kind} {counts}")
     return "\n".join(lines)

@@ -26,11 +26,22 @@ if TYPE_CHECKING:
     from kserve.ops.backend import set_backend as set_backend
     from kserve.ops.edge_features import edge_features as edge_features
     from kserve.ops.graph_norm_bce import graph_norm_bce as graph_norm_bce
+    from kserve.ops.group_norm import group_norm as group_norm
     from kserve.ops.norm_residual import norm_residual as norm_residual
     from kserve.ops.realspace import realspace as realspace
 
 _OF_BACKEND = ("backend", "given_up", "served", "set_backend")
-__all__ = ["backend", "edge_features", "given_up", "graph_norm_bce", "norm_residual", "realspace", "served", "set_backend"]
+__all__ = [
+    "backend",
+    "edge_features",
+    "given_up",
+    "graph_norm_bce",
+    "group_norm",
+    "norm_residual",
+    "realspace",
+    "served",
+    "set_backend",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,11 +47,12 @@ class _State:
         self.served: Counter[tuple[str, str]] = Counter()
 
 
-_known: _State | None = None  # a global and no cached function: a tracer looks through these
+# Made when the first op is imported, not when it is called: a tracer can read a global, but not the environment.
+_known: _State | None = _State()
 
 
 def _state() -> _State:
-    global _known  # noqa: PLW0603 - one a process, made when the first op is called
+    global _known  # noqa: PLW0603 - one a process, made again after `forget`
     if _known is None:
         _known = _State()
     return _known

@@ -116,7 +116,8 @@ def test_the_command_as_json(capsys):
     found = json.loads(capsys.readouterr().out)
     assert [section["label"] for section in found["sections"]][-2:] == ["forward", "forward + gradient"]
     assert len(found["tables"]) == 3
-    assert (found["device"], found["kernels"]) == ("cpu", [])
+    assert found["device"] == "cpu"
+    assert not [kernel for kernel in found["kernels"] if kernel["name"].startswith("realspace")], "the reference served"
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "no Python file"), ("x = 1\n", "defines no")])

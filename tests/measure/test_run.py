@@ -23,9 +23,11 @@ import run
 SMALL = {
     "edge_features": {"n": 9, "e": 31, "hidden": 6, "ordered": 1},
     "graph_norm_bce": {"e": 50, "g": 4, "mixed": 1},
+    "group_norm": {"n": 2, "c": 16, "edge": 3},
     "norm_residual": {"n": 7, "hidden": 33},
-    "realspace": {"n_e": 5, "f": 4, "n_ang": 3},
+    "realspace": {"n_e": 5, "f": 4, "n_ang": 3, "by_order": 1},
 }
+VOLUME = {**dict.fromkeys(("dtype", "out_dtype", "affine_dtype"), "bfloat16"), "channels": 16, "groups": 8}
 FORMS = [(op, *form) for op in workloads.ops() for form in workloads.forms_of(op)]
 
 
@@ -87,6 +89,8 @@ def test_a_kernels_example_is_its_launch_arguments():
         "fused_norm_residual": {"hidden": 8},
         "realspace_fwd": {"n_ang": 3},
         "realspace_bwd": {"n_ang": 2},
+        "realspace_cuda_fwd": {"n_ang": 3, "dtype": "bfloat16"},
+        **dict.fromkeys(("group_norm_stats", "group_norm_apply", "group_norm_bwd_sums", "group_norm_bwd_apply"), VOLUME),
     }.items():
         example = workloads.example(name)
         assert example is not None
@@ -98,8 +102,11 @@ def test_a_kernels_example_is_its_launch_arguments():
 
 
 def test_rows_and_files(monkeypatch, tmp_path, capsys):
-    shape = "n_e=5,f=4,n_ang=3"
-    assert bench(monkeypatch, tmp_path, "--op", "realspace", "--shape", shape, "--baseline", "eager,vendor") == 0
+    shape = "n_e=5,f=4,n_ang=3,by_order=0"
+    assert (
+        bench(monkeypatch, tmp_path, "--op", "realspace", "--dtype", "float32", "--shape", shape, "--baseline", "eager,vendor")
+        == 0
+    )
     (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("ops-cpu-*.json"))
     assert [(row["direction"], row["arm"]) for row in found["rows"]] == [
         (direction, arm) for direction in ("fwd", "bwd") for arm in ("kserve", "eager")

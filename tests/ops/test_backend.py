@@ -131,3 +131,18 @@ def test_what_an_op_served_is_counted():
 def test_the_name_of_the_function_and_of_its_module_do_not_fight():
     code = "import kserve.ops.backend; import kserve.ops; print(kserve.ops.backend(), kserve.ops.served())"
     assert python(code).stdout.strip() == "cuda {}"
+
+
+TRACED_FIRST = """
+import torch
+from kserve.ops import group_norm, realspace
+
+def step(x):
+    return realspace(*group_norm(x, 2)[0, :2])[0]
+
+print(*torch.compile(step, fullgraph=True, backend="aot_eager")(torch.randn(1, 4, 2, 3, 3)).shape)
+"""
+
+
+def test_an_op_may_be_traced_before_it_is_ever_called():
+    assert python(TRACED_FIRST).stdout.split() == ["2", "3", "3"]

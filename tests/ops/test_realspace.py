@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "triton_src" / "realspace"
 F64 = torch.float64
 # (n_ang, n_grid): each number of orders with its default grid, then grids that are not the default.
-SHAPES = [*((n_ang, default_n_grid(n_ang)) for n_ang in range(1, 9)), (1, 4), (2, 3), (3, 5), (3, 16), (4, 7), (8, 15)]
+SHAPES = [*((n_ang, default_n_grid(n_ang)) for n_ang in range(1, 9)), (1, 4), (2, 3), (3, 5), (3, 16), (3, 48), (4, 7), (8, 15)]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -13,6 +13,9 @@ REALSPACE_F64 = 1e-11
 RELATIVE = {
     ("norm_residual", torch.bfloat16): 1e-2,
     ("norm_residual", torch.float16): 2e-3,
+    ("group_norm", torch.float32): 1e-4,
+    ("group_norm", torch.bfloat16): 2e-2,
+    ("group_norm", torch.float16): 3e-3,
     ("realspace", torch.bfloat16): 1e-2,
     ("realspace", torch.float16): 1e-3,
 }

@@ -10,15 +10,18 @@ import torch
 from kserve.measure.workloads import Example, Sizes, Workload
 from kserve.ops.realspace import bases, default_n_grid, realspace, reference
 
+# by_order 1: the operands lie order by order, as a linear layer that is batched over the orders leaves them.
 SIZES = [
-    {"n_e": 44_032, "f": 256, "n_ang": 3},
-    {"n_e": 44_032, "f": 256, "n_ang": 4},
-    {"n_e": 44_032, "f": 128, "n_ang": 8},
-    {"n_e": 44_032, "f": 128, "n_ang": 3},
-    {"n_e": 5_504, "f": 256, "n_ang": 3},
-    {"n_e": 200, "f": 48, "n_ang": 3},
+    {"n_e": 44_032, "f": 256, "n_ang": 3, "by_order": 0},
+    {"n_e": 44_032, "f": 256, "n_ang": 3, "by_order": 1},
+    {"n_e": 44_032, "f": 256, "n_ang": 4, "by_order": 0},
+    {"n_e": 44_032, "f": 128, "n_ang": 8, "by_order": 0},
+    {"n_e": 44_032, "f": 128, "n_ang": 3, "by_order": 0},
+    {"n_e": 5_504, "f": 256, "n_ang": 3, "by_order": 0},
+    {"n_e": 200, "f": 48, "n_ang": 3, "by_order": 0},
 ]
-DIRECTIONS, DTYPES = ("fwd", "bwd"), ("float32",)
+DIRECTIONS, DTYPES = ("fwd", "bwd"), ("float32", "bfloat16", "float16")
+_RELATIVE = {"bfloat16": 1e-2, "float16": 1e-3}
 _TENSORS = {"fwd": 4, "bwd": 6}  # read and written: the coefficients, their results, and backwards the gradients
 
 
@@ -30,12 +33,13 @@ def workload(sizes: dict[str, int], *, direction: str, dtype: str) -> Workload:
         direction=direction,
         dtype=dtype,
         sizes=sizes,
-        make=lambda device, seed: _operands(tuple(sizes.values()), 2, device, seed),
+        make=lambda device, seed: _inputs(sizes, dtype, device, seed),
         served=realspace,
         plain=_Plain(n_ang),
         exact=reference,
-        tolerance=5e-6,
-        n_bytes=4 * _TENSORS[direction] * rows * n_ang,
+        tolerance=_RELATIVE.get(dtype, 5e-6),
+        relative=dtype in _RELATIVE,
+        n_bytes=getattr(torch, dtype).itemsize * _TENSORS[direction] * rows * n_ang,
         n_flops=_n_flops(rows, n_ang, direction),
         gradients=(0, 1),
     )
@@ -44,6 +48,14 @@ def workload(sizes: dict[str, int], *, direction: str, dtype: str) -> Workload:
 def _n_flops(rows: int, n_ang: int, direction: str) -> int:
     per_point = 8 * n_ang + 5 if direction == "fwd" else 12 * n_ang + 8
     return rows * default_n_grid(n_ang) * per_point
+
+
+def _inputs(sizes: Sizes, dtype: str, device: str, seed: int) -> tuple[Any, ...]:
+    shape = (sizes["n_e"], sizes["f"], sizes["n_ang"])
+    drawn = (tensor.to(getattr(torch, dtype)) for tensor in _operands(shape, 2, device, seed))
+    if not sizes["by_order"]:
+        return tuple(drawn)
+    return tuple(tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0) for tensor in drawn)
 
 
 def _operands(shape: tuple[int, ...], count: int, device: str, seed: int) -> tuple[Any, ...]:
@@ -62,27 +74,36 @@ class _Plain:
         if a_cos.device not in self._bases:
             self._bases[a_cos.device] = bases(self._n_ang, device=a_cos.device)
         c, s, ca, sa = self._bases[a_cos.device]
-        h = torch.nn.functional.silu(a_cos @ c + a_sin @ s)
-        return h @ ca, h @ sa
+        h = torch.nn.functional.silu(a_cos.to(c.dtype) @ c + a_sin.to(s.dtype) @ s)
+        return (h @ ca).to(a_cos.dtype), (h @ sa).to(a_cos.dtype)
 
 
-def _arguments(direction: str) -> Any:
+def _arguments(direction: str, *, standard: bool) -> Any:
+    """Of the kernels that read the bases, or of those that have the standard ones."""
+
     def make(spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
-        n_ang = spec["n_ang"]
-        operands = _operands((sizes["rows"], n_ang), _TENSORS[direction] - 2, device, seed)
-        constants = bases(n_ang, spec.get("n_grid") or None, device=device)
-        results = (torch.full_like(operands[0], torch.nan) for _ in range(2))
-        return (*operands, *constants, *results, sizes["rows"])
+        n_ang, dtype = spec["n_ang"], getattr(torch, spec.get("dtype", "float32"))
+        drawn = _operands((sizes["rows"], n_ang), _TENSORS[direction] - 2, device, seed)
+        operands = [tensor.to(dtype) for tensor in drawn]
+        results = [torch.full_like(operands[0], torch.nan) for _ in range(2)]
+        if standard:
+            return (*operands, *results, sizes["rows"], *(0 for _ in operands))
+        return (*operands, *bases(n_ang, spec.get("n_grid") or None, device=device), *results, sizes["rows"])
 
     return make
 
 
+def _n_bytes(n_tensors: int) -> Any:
+    return lambda spec, sizes: getattr(torch, spec.get("dtype", "float32")).itemsize * n_tensors * sizes["rows"] * spec["n_ang"]
+
+
 KERNELS = {
-    f"realspace_{direction}": Example(
+    f"{name}_{direction}": Example(
         sizes={"rows": 44_032 * 256},
-        arguments=_arguments(direction),
+        arguments=_arguments(direction, standard=standard),
         tolerance=1e-5,
-        n_bytes=lambda spec, sizes, n=n_tensors: 4 * n * sizes["rows"] * spec["n_ang"],  # type: ignore[misc]
+        n_bytes=_n_bytes(n_tensors),
     )
     for direction, n_tensors in _TENSORS.items()
+    for name, standard in (("realspace", False), ("realspace_cuda", True))
 }
