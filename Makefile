@@ -10,7 +10,7 @@ LAUNCHER := kserve/client/_launcher.abi3.so
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[daemon,cuda13,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[daemon,cuda13,extension,dev]'
 	touch $@
 
 demo: $(STAMP)
