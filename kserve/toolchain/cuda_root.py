@@ -88,7 +88,7 @@ def chosen(looked_at: Sequence[Candidate]) -> Toolkit:
         if candidate.named:
             break
     facts = {one.origin: f"{one.place}: {one.rejected}" for one in looked_at}
-    hint = "kserve doctor toolchain shows what was looked at; pip install 'kserve-jit[cuda13,extension]' brings the compiler as wheels"
+    hint = "kserve doctor toolchain shows what was looked at; pip install 'kserve-jit[extension]' brings the compiler as wheels"
     first = looked_at[0]
     what = f"the CUDA toolkit in {first.place} cannot be used: {first.rejected}" if first.named else "no CUDA toolkit was found"
     raise ToolchainMissing(what, facts=facts, hint=hint)
