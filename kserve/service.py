@@ -140,7 +140,7 @@ class KernelService:
             return None
         self.counters["hits"] += 1
         self.upkeep.touch(plan.key)
-        origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.seconds)
+        origin, seconds = ("disk", time.monotonic() - began) if owed is None else (owed.origin_for(client), owed.elapsed_s)
         logger.debug("hit key=%s name=%s target=%s", plan.key[:12], plan.name, plan.target)
         return Resolved(manifest, origin, seconds, plan.choice.is_tuned, plan.choice.base)
 

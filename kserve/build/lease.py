@@ -189,9 +189,10 @@ class Leases:
         self._last[lease.key] = self._last[lease.result_key] = lease
 
     def collect(self, key: str, client: str) -> Lease | None:
-        """The ended build whose result this client is owed, once."""
-        lease = self._last.get(key)
-        if lease is None or client not in lease.owed:
+        """The build whose result this client is owed, once: one that has ended, or is just ending behind its publication."""
+        builds = (self.running.get(key), self._last.get(key))
+        lease = next((lease for lease in builds if lease is not None and client in lease.owed), None)
+        if lease is None:
             return None
         lease.owed.discard(client)
         is_stale = lease.error is not None and time.monotonic() > lease.ended_at + self._failure_memory_s

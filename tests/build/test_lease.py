@@ -37,6 +37,30 @@ async def ended(lease: Lease) -> BaseException | None:
     return None if lease.task.cancelled() else lease.task.exception()
 
 
+def test_a_result_is_owed_while_its_build_is_ending():
+    """A poll may find what is published before the build that published it has ended: it is built all the same."""
+
+    async def body() -> None:
+        leases, go = Leases(failure_memory_s=MEMORY_S), asyncio.Event()
+
+        async def build(lease: Lease) -> Any:
+            await go.wait()
+            return "manifest"
+
+        lease = start(leases, build)
+        lease.owed.add("a")
+        assert leases.collect("k", "b") is None
+        assert leases.collect("k", "a") is lease
+        assert leases.collect("k", "a") is None, "once"
+        assert (lease.error, lease.elapsed_s >= 0.0) == (None, True)
+        lease.owed.add("a")
+        go.set()
+        await lease.task
+        assert leases.collect("k", "a") is lease
+
+    asyncio.run(body())
+
+
 def test_everybody_gets_the_one_builds_result():
     async def body() -> None:
         leases, go, n_builds = Leases(failure_memory_s=MEMORY_S), asyncio.Event(), 0
