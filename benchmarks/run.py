@@ -90,12 +90,14 @@ def main() -> int:
     print(f"copy {ceilings.copy_gb_s:.0f} GB/s, matrix product {ceilings.matmul_tflop_s:.1f} TFLOP/s", flush=True)
     rows: list[Row] = []
     refused: list[Refused] = []
+    name = machine(device)["device"].replace(" ", "-").lower()
+    stem = arguments.out / f"ops-{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     for workload in wanted:
         measured, without = run(workload, arguments, instrument=instrument, device=device, ceilings=ceilings)
         rows += measured
         refused += without
         print("\n".join(lines(measured, without)), flush=True)
-    write(arguments.out, device=device, ceilings=ceilings, rows=rows, refused=refused)
+        write(stem, device=device, ceilings=ceilings, rows=rows, refused=refused)  # each time: a run that is stopped loses nothing
     return 1 if any(one.arm == OURS for one in refused) else 0
 
 
@@ -205,11 +207,10 @@ def lines(rows: list[Row], refused: list[Refused]) -> Iterator[str]:
         yield f"{without.op} {without.direction} {without.dtype} {without.shape}  {without.arm:8} no number: {reason}"
 
 
-def write(folder: Path, *, device: str, ceilings: Ceilings, rows: list[Row], refused: list[Refused]) -> Path:
-    """`ops-<device>-<date>.csv` with the rows, .json with everything; the stem of both."""
+def write(stem: Path, *, device: str, ceilings: Ceilings, rows: list[Row], refused: list[Refused]) -> None:
+    """The rows as .csv, everything as .json."""
     facts = machine(device)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"ops-{facts['device'].replace(' ', '-').lower()}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    stem.parent.mkdir(parents=True, exist_ok=True)
     with stem.with_suffix(".csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow((*Row._fields, *facts))
@@ -217,7 +218,6 @@ def write(folder: Path, *, device: str, ceilings: Ceilings, rows: list[Row], ref
     found = {**facts, "ceilings": ceilings._asdict(), "rows": [one._asdict() for one in rows]}
     plain = json.dumps({**found, "refused": [one._asdict() for one in refused]}, indent=1)
     stem.with_suffix(".json").write_text(plain.replace("NaN", "null") + "\n")
-    return stem
 
 
 def machine(device: str) -> dict[str, str]:

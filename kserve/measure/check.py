@@ -51,8 +51,10 @@ def call(workload: Workload, function: Any, arguments: tuple[Any, ...], *, seed:
     for position, leaf in zip(workload.gradients, leaves, strict=True):
         given[position] = leaf
     outputs = _tuple(function(*given))
-    random = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(out.shape, generator=random).to(out.device, out.dtype) for out in outputs]
+    device = outputs[0].device
+    random = torch.Generator(device).manual_seed(seed)
+    # Of few digits, so the same in every dtype.
+    drawn = [torch.randn(out.shape, generator=random, device=device, dtype=torch.bfloat16).to(out.dtype) for out in outputs]
     return lambda: torch.autograd.grad(outputs, leaves, drawn, retain_graph=True)
 
 

@@ -24,7 +24,7 @@ SMALL = {
     "edge_features": {"n": 9, "e": 31, "hidden": 6, "ordered": 1},
     "graph_norm_bce": {"e": 50, "g": 4, "mixed": 1},
     "group_norm": {"n": 2, "c": 16, "edge": 3},
-    "norm_residual": {"n": 7, "hidden": 33},
+    "norm_residual": {"n": 7, "hidden": 33, "training": 0},
     "realspace": {"n_e": 5, "f": 4, "n_ang": 3, "by_order": 1},
 }
 VOLUME = {**dict.fromkeys(("dtype", "out_dtype", "affine_dtype"), "bfloat16"), "channels": 16, "groups": 8}
@@ -124,7 +124,7 @@ def test_rows_and_files(monkeypatch, tmp_path, capsys):
 def test_an_op_that_is_wrong_has_no_number(monkeypatch, tmp_path, capsys):
     right = small("norm_residual")
     monkeypatch.setattr(run.workloads, "workload", lambda *_, **__: right._replace(served=lambda x, *_: x))
-    assert bench(monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33", "--baseline", "eager") == 1
+    assert bench(monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33,training=0", "--baseline", "eager") == 1
     (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert found["rows"] == []
     assert "error against float64" in found["refused"][0]["reason"]
@@ -137,7 +137,7 @@ def test_a_baseline_that_fails_costs_only_itself(monkeypatch, tmp_path):
 
     right = small("norm_residual")
     monkeypatch.setattr(run.workloads, "workload", lambda *_, **__: right._replace(vendor=broken))
-    assert bench(monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33", "--baseline", "eager,vendor") == 0
+    assert bench(monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33,training=0", "--baseline", "eager,vendor") == 0
     (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert [row["arm"] for row in found["rows"]] == ["kserve", "eager"]
     assert found["refused"][0]["reason"] == "RuntimeError: not today"
