@@ -51,10 +51,9 @@ def call(workload: Workload, function: Any, arguments: tuple[Any, ...], *, seed:
     for position, leaf in zip(workload.gradients, leaves, strict=True):
         given[position] = leaf
     outputs = _tuple(function(*given))
-    device = outputs[0].device
-    random = torch.Generator(device).manual_seed(seed)
-    # Of few digits, so the same in every dtype.
-    drawn = [torch.randn(out.shape, generator=random, device=device, dtype=torch.bfloat16).to(out.dtype) for out in outputs]
+    random = torch.Generator(outputs[0].device).manual_seed(seed)
+    # Of few digits, so the same in every dtype; laid out as the results are, as what follows them in a model leaves them.
+    drawn = [torch.empty_like(out, dtype=torch.bfloat16).normal_(generator=random).to(out.dtype) for out in outputs]
     return lambda: torch.autograd.grad(outputs, leaves, drawn, retain_graph=True)
 
 
