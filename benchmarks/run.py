@@ -97,7 +97,9 @@ def main() -> int:
         rows += measured
         refused += without
         print("\n".join(lines(measured, without)), flush=True)
-        write(stem, device=device, ceilings=ceilings, rows=rows, refused=refused)  # each time: a run that is stopped loses nothing
+        write(
+            stem, device=device, ceilings=ceilings, rows=rows, refused=refused
+        )  # each time: a run that is stopped loses nothing
     return 1 if any(one.arm == OURS for one in refused) else 0
 
 

@@ -20,10 +20,12 @@ from kserve.client.direct import Wanted, kernel_of, resolve
 from kserve.client.loader import driver
 from kserve.client.resolve import Answer, ask_each
 from kserve.config import Settings, environment_variables, load_settings
-from kserve.errors import STATUS, KserveError, LoadError, NotBuilt, RequestError, UnsupportedTarget
+from kserve.definition import Entry
+from kserve.errors import STATUS, InvalidSpec, KserveError, LoadError, NotBuilt, RequestError, UnsupportedTarget, closest
 from kserve.knobs import overrides_in, shown
 from kserve.measure.bench import Inputs, bench_for, inputs_of
 from kserve.measure.configurations import enumerate_all
+from kserve.measure.launch_once import example_of
 from kserve.measure.sweep import Row, Subject, Swept, carry_over, compile_all, floor_us, ranked, time_new
 from kserve.target import parse_target
 from kserve.tuning import Device, Tuning, bucket_of, tuning_from_json, tuning_name
@@ -90,12 +92,22 @@ def _wish(arguments: argparse.Namespace, settings: Settings) -> _Wish:
     spec = spec_of(arguments, definition)
     knobs = dict(_numbers("--knob", text) for text in arguments.knob)
     sizes = {name: values[0] for name, values in (_numbers("--shape", text) for text in arguments.shape)}
-    for name in sizes:
-        entry.check_size(name)
+    of_kernel = _check_sizes(entry, sizes, inputs=arguments.inputs)
     exact = definition.resolve_target(entry, parse_target(target))
     configurations = enumerate_all(definition, entry, spec, knobs)
     subject = Subject(definition, entry, definition.specialise(entry, spec), exact, configurations)
-    return _Wish(Wanted(entry.name, target, spec), subject, sizes, {} if arguments.any_size else bucket_of(sizes))
+    return _Wish(Wanted(entry.name, target, spec), subject, sizes, {} if arguments.any_size else bucket_of(of_kernel))
+
+
+def _check_sizes(entry: Entry, sizes: Mapping[str, int], *, inputs: str | None) -> dict[str, int]:
+    """Those of the sizes that the kernel can be asked by; the others shape the inputs. Raises: InvalidSpec for another name."""
+    known = example_of(entry.name) if inputs is None else None
+    for name in sizes:
+        if known is None:
+            entry.check_size(name)
+        elif name not in known.sizes:
+            raise InvalidSpec(f"the inputs of {entry.name} have no size {name!r}: {closest(name, [*known.sizes])}")
+    return {name: value for name, value in sizes.items() if name in entry.size_names}
 
 
 def _current_target(name: str) -> str:

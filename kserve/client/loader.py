@@ -118,6 +118,10 @@ class Driver:
         """Wait for all that the current context was given. Raises: LoadError for what went wrong in it."""
         self.check(self.slow.cuCtxSynchronize(), "finish what was launched")
 
+    def use(self, device: int) -> None:
+        """Make the device's primary context the calling thread's."""
+        self.check(self.slow.cuCtxSetCurrent(self._primary(device)), f"use CUDA device {device}")
+
     def shared_bytes_limit(self, device: int) -> int:
         return self._attribute(device, _SHARED_OPTIN)
 
@@ -134,7 +138,7 @@ class Driver:
         A thread without any context, such as autograd's, keeps the primary one, as after its first call of the runtime.
         """
         if not self.has_context():
-            self.check(self.slow.cuCtxSetCurrent(self._primary(device)), f"use CUDA device {device}")
+            self.use(device)
         if self.current_device() == device:
             yield
             return

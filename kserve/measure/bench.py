@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 from kserve.artifact import Artifact
 from kserve.errors import LoadError
 from kserve.measure.device import instrument_for
-from kserve.measure.launch_once import maker_of, place_of
+from kserve.measure.launch_once import example_of, maker_of, place_of
 from kserve.measure.sweep import Bench, check_facts, written_of
-from kserve.measure.workloads import example
 
 _COPIED_BYTES = 1 << 30
 _SEED = 0
@@ -38,7 +37,7 @@ def inputs_of(kernel: str, inputs: str | None) -> Inputs:
     Raises: RequestError for no inputs, or a file or function that is not there.
     """
     place = place_of(kernel, inputs)
-    known = None if place else example(kernel)
+    known = None if place else example_of(kernel)
     if known is not None:
         return Inputs(known.arguments, known.sizes, known.tolerance, known.n_bytes)
     maker: Any = maker_of(kernel, place)

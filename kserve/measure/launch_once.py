@@ -30,6 +30,8 @@ def main() -> int:
 
 
 def _launch(wish: dict[str, Any]) -> None:
+    # Whoever asks for the current context before there is one gets an error, which compute-sanitizer would report.
+    driver().use(0)
     kernel = get_kernel(wish["name"], target=wish["target"], debug=wish["debug"], **wish["spec"])
     arguments = maker_of(wish["name"], wish["inputs"])(dict(kernel.manifest.spec), "cuda")
     driver().synchronize()  # on whatever stream the inputs were made
@@ -43,7 +45,7 @@ def place_of(name: str, inputs: str | None) -> str:
     Raises: RequestError where there are none.
     """
     if inputs is None:
-        if _example(name) is not None:
+        if example_of(name) is not None:
             return ""
         raise RequestError(
             f"there are no example inputs for {name}",
@@ -60,7 +62,7 @@ def place_of(name: str, inputs: str | None) -> str:
 def maker_of(name: str, place: str) -> Maker:
     """What makes the inputs; running a caller's file is what was asked for. Raises: RequestError if it lacks the function."""
     if not place:
-        known = _example(name)
+        known = example_of(name)
         assert known is not None, "`place_of` has looked"
         return lambda spec, device: known.arguments(spec, known.sizes, device, _SEED)
     file, _, function = place.rpartition(":")
@@ -71,8 +73,8 @@ def maker_of(name: str, place: str) -> Maker:
     return found
 
 
-def _example(name: str) -> Example | None:
-    """The inputs that benchmarks use, for a kernel behind an op."""
+def example_of(name: str) -> Example | None:
+    """The inputs that benchmarks use, for a kernel behind an op; None where it has none, or torch is absent."""
     try:
         return example(name)
     except ImportError:  # without torch there are none

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import math
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kserve import catalog, cli
+from kserve.config import load_settings
 from kserve.errors import InvalidSpec
 from kserve.measure import workloads
 from kserve.measure.check import Verdict, check, poisoned
@@ -101,6 +104,22 @@ def test_a_kernels_example_is_its_launch_arguments():
     assert workloads.example("somebody-elses") is None
 
 
+def test_inputs_have_the_sizes_of_their_kernel_by_name():
+    for op in workloads.ops():
+        for name, example in importlib.import_module(f"kserve.measure.workloads.{op}").KERNELS.items():
+            entry = catalog.definition_of(catalog.find(name, load_settings()).folder).entries[name]
+            assert set(example.sizes) & set(entry.size_names), f"kserve tune {name} --shape would keep a winner for every size"
+
+
+def test_a_size_that_the_inputs_do_not_have_is_refused(capsys):
+    assert cli.main(["tune", "fused_edge_features", "--dry-run", "--target", "sm_90", "--shape", "edges_per_block=64"]) == 2
+    assert "the inputs of fused_edge_features have no size 'edges_per_block'" in capsys.readouterr().err
+    shape = ["--shape", "n_edges=1000", "--shape", "ordered=0"]
+    assert cli.main(["tune", "fused_edge_features", "--dry-run", "--target", "sm_90", "--json", *shape]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sizes"] == {"n_edges": 1000, "ordered": 0} and set(found["bucket"]) == {"n_edges"}
+
+
 def test_rows_and_files(monkeypatch, tmp_path, capsys):
     shape = "n_e=5,f=4,n_ang=3,by_order=0"
     assert (
@@ -124,7 +143,9 @@ def test_rows_and_files(monkeypatch, tmp_path, capsys):
 def test_an_op_that_is_wrong_has_no_number(monkeypatch, tmp_path, capsys):
     right = small("norm_residual")
     monkeypatch.setattr(run.workloads, "workload", lambda *_, **__: right._replace(served=lambda x, *_: x))
-    assert bench(monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33,training=0", "--baseline", "eager") == 1
+    assert (
+        bench(monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33,training=0", "--baseline", "eager") == 1
+    )
     (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert found["rows"] == []
     assert "error against float64" in found["refused"][0]["reason"]
@@ -137,7 +158,12 @@ def test_a_baseline_that_fails_costs_only_itself(monkeypatch, tmp_path):
 
     right = small("norm_residual")
     monkeypatch.setattr(run.workloads, "workload", lambda *_, **__: right._replace(vendor=broken))
-    assert bench(monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33,training=0", "--baseline", "eager,vendor") == 0
+    assert (
+        bench(
+            monkeypatch, tmp_path, "--op", "norm_residual", "--shape", "n=7,hidden=33,training=0", "--baseline", "eager,vendor"
+        )
+        == 0
+    )
     (found,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert [row["arm"] for row in found["rows"]] == ["kserve", "eager"]
     assert found["refused"][0]["reason"] == "RuntimeError: not today"

@@ -65,18 +65,21 @@ def _inputs(sizes: Sizes, dtype: str, device: str, seed: int) -> tuple[Any, ...]
 
 
 def _arguments(spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
-    whole = {**sizes, "hidden": spec["hidden"]}
+    n_nodes, n_edges = sizes["n_nodes"], sizes["n_edges"]
+    whole = {"n": n_nodes, "e": n_edges, "hidden": spec["hidden"], "ordered": sizes["ordered"]}
     x, edge_index, edge_h = _inputs(whole, spec.get("dtype", "float32"), device, seed)
-    out = torch.full((sizes["e"], 3 * spec["hidden"]), torch.nan, dtype=x.dtype, device=device)
+    out = torch.full((n_edges, 3 * spec["hidden"]), torch.nan, dtype=x.dtype, device=device)
     n_multiprocessors = multiprocessors(x.device) if x.device.type == "cuda" else 1
-    return x, edge_index, edge_h, out, sizes["n"], sizes["e"], *shares(sizes["e"], spec["hidden"], n_multiprocessors)
+    return x, edge_index, edge_h, out, n_nodes, n_edges, *shares(n_edges, spec["hidden"], n_multiprocessors)
 
 
 KERNELS = {
     "fused_edge_features": Example(
-        sizes={"n": 43_136, "e": 398_848, "ordered": 1},
+        sizes={"n_nodes": 43_136, "n_edges": 398_848, "ordered": 1},
         arguments=_arguments,
         tolerance=0.0,
-        n_bytes=lambda spec, sizes: _n_bytes({**sizes, "hidden": spec["hidden"]}, spec.get("dtype", "float32")),
+        n_bytes=lambda spec, sizes: _n_bytes(
+            {"n": sizes["n_nodes"], "e": sizes["n_edges"], "hidden": spec["hidden"]}, spec.get("dtype", "float32")
+        ),
     )
 }

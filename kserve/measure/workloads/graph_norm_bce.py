@@ -60,16 +60,16 @@ def _edges(sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
 
 
 def _chunks(spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
-    e, g = sizes["e"], sizes["g"]
+    e, g = sizes["n_edges"], sizes["n_graphs"]
     scratch = torch.full((-(-e // spec["chunk"]) * _RECORD_BYTES // 8 + 2 * g + 2,), -1, device=device)
-    return *_edges({**sizes, "mixed": 0}, device, seed), None, scratch, e, g
+    return *_edges({"e": e, "g": g, "mixed": 0}, device, seed), None, scratch, e, g
 
 
 KERNELS = {
     "graph_norm_bce_chunks": Example(
-        sizes={"e": 1 << 25, "g": 4_096},
+        sizes={"n_edges": 1 << 25, "n_graphs": 4_096},
         arguments=_chunks,
         tolerance=0.0,
-        n_bytes=lambda spec, sizes: 16 * sizes["e"] + _RECORD_BYTES * sizes["e"] // spec["chunk"],
+        n_bytes=lambda spec, sizes: 16 * sizes["n_edges"] + _RECORD_BYTES * sizes["n_edges"] // spec["chunk"],
     )
 }

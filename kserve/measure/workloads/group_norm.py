@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ def workload(sizes: dict[str, int], *, direction: str, dtype: str) -> Workload:
         direction=direction,
         dtype=dtype,
         sizes=sizes,
-        make=lambda device, seed: _inputs(sizes, dtype, device, seed),
+        make=lambda device, seed: _inputs((sizes["n"], sizes["c"], *3 * [sizes["edge"]]), dtype, device, seed),
         served=lambda *tensors: group_norm(tensors[0], GROUPS, *tensors[1:], eps=EPS, activation="relu"),
         plain=_plain,
         exact=_exact,
@@ -48,16 +48,16 @@ def workload(sizes: dict[str, int], *, direction: str, dtype: str) -> Workload:
     )
 
 
-def _inputs(sizes: Sizes, dtype: str, device: str, seed: int) -> tuple[Any, ...]:
+def _inputs(shape: Sequence[int], dtype: str, device: str, seed: int) -> tuple[Any, ...]:
     random = torch.Generator(device).manual_seed(seed)
-    edge = sizes["edge"]
+    batches, channels, *volume = shape
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random, device=device, dtype=torch.bfloat16)
 
     # Of few digits in every dtype: so close to zero before the ReLU that its side depends on rounding, hardly any comes.
-    x = normal(sizes["n"], edge, edge, edge, sizes["c"]).permute(0, 4, 1, 2, 3)
-    weight, bias = 1.0 + 0.1 * normal(sizes["c"]), 0.1 * normal(sizes["c"])
+    x = normal(batches, *volume, channels).permute(0, 4, 1, 2, 3)
+    weight, bias = 1.0 + 0.1 * normal(channels), 0.1 * normal(channels)
     return tuple(tensor.to(getattr(torch, dtype)) for tensor in (x, weight, bias))
 
 
@@ -74,16 +74,16 @@ class _Launch:
 
     def __init__(self, spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) -> None:
         dtype, out_dtype, affine_dtype = (getattr(torch, spec[name]) for name in ("dtype", "out_dtype", "affine_dtype"))
-        edge, channels, groups = sizes["edge"], spec["channels"], spec["groups"]
-        volume = {"n": 1, "c": channels, "edge": edge}
+        spatial, channels, groups = sizes["spatial"], spec["channels"], spec["groups"]
+        volume = (1, channels, spatial, 1, 1)
         self.x = _inputs(volume, spec["dtype"], device, seed)[0]
         self.grad_out = _inputs(volume, spec["out_dtype"], device, seed + 1)[0]
         self.weight, self.bias = (tensor.to(affine_dtype) for tensor in _inputs(volume, spec["dtype"], device, seed)[1:])
         self.out, self.grad_x = torch.full_like(self.x, torch.nan, dtype=out_dtype), torch.full_like(self.x, torch.nan)
-        self.parts = partition(1, edge**3, channels, num_groups=groups, itemsize=dtype.itemsize)
+        self.parts = partition(1, spatial, channels, num_groups=groups, itemsize=dtype.itemsize)
         self.mean, self.rstd = torch.zeros(1, groups, device=device), torch.ones(1, groups, device=device)
         # Every block has the same count, mean 0 and variance 1.
-        moments = torch.tensor([1.0, 0.0, 1.0], device=device) * (edge**3 * channels / groups / self.parts.splits)
+        moments = torch.tensor([1.0, 0.0, 1.0], device=device) * (spatial * channels / groups / self.parts.splits)
         self.partial = moments.repeat(self.parts.splits * groups)
         self.by_group = torch.zeros(self.parts.splits * groups * 2, device=device)
         self.by_channel = torch.zeros(self.parts.splits * channels * 2, device=device)
@@ -97,10 +97,10 @@ class _Launch:
 
 def _example(names: str, passes: int, *more: Any) -> Example:
     return Example(
-        sizes={"edge": 128},
+        sizes={"spatial": 128**3},
         arguments=lambda spec, sizes, device, seed: _Launch(spec, sizes, device, seed).arguments(names, *more),
         tolerance=1e-6,
-        n_bytes=lambda spec, sizes: passes * spec["channels"] * sizes["edge"] ** 3 * getattr(torch, spec["dtype"]).itemsize,
+        n_bytes=lambda spec, sizes: passes * spec["channels"] * sizes["spatial"] * getattr(torch, spec["dtype"]).itemsize,
     )
 
 

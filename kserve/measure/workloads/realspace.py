@@ -80,29 +80,34 @@ class _Plain:
 
 def _arguments(direction: str, *, standard: bool) -> Any:
     """Of the kernels that read the bases, or of those that have the standard ones."""
+    name = _size_name(standard=standard)
 
     def make(spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
         n_ang, dtype = spec["n_ang"], getattr(torch, spec.get("dtype", "float32"))
-        drawn = _operands((sizes["rows"], n_ang), _TENSORS[direction] - 2, device, seed)
+        drawn = _operands((sizes[name], n_ang), _TENSORS[direction] - 2, device, seed)
         operands = [tensor.to(dtype) for tensor in drawn]
         results = [torch.full_like(operands[0], torch.nan) for _ in range(2)]
         if standard:
-            return (*operands, *results, sizes["rows"], *(0 for _ in operands))
-        return (*operands, *bases(n_ang, spec.get("n_grid") or None, device=device), *results, sizes["rows"])
+            return (*operands, *results, sizes[name], *(0 for _ in operands))
+        return (*operands, *bases(n_ang, spec.get("n_grid") or None, device=device), *results, sizes[name])
 
     return make
 
 
-def _n_bytes(n_tensors: int) -> Any:
-    return lambda spec, sizes: getattr(torch, spec.get("dtype", "float32")).itemsize * n_tensors * sizes["rows"] * spec["n_ang"]
+def _size_name(*, standard: bool) -> str:
+    return "n_rows" if standard else "rows"
+
+
+def _n_bytes(n_tensors: int, name: str) -> Any:
+    return lambda spec, sizes: getattr(torch, spec.get("dtype", "float32")).itemsize * n_tensors * sizes[name] * spec["n_ang"]
 
 
 KERNELS = {
     f"{name}_{direction}": Example(
-        sizes={"rows": 44_032 * 256},
+        sizes={_size_name(standard=standard): 44_032 * 256},
         arguments=_arguments(direction, standard=standard),
         tolerance=1e-5,
-        n_bytes=_n_bytes(n_tensors),
+        n_bytes=_n_bytes(n_tensors, _size_name(standard=standard)),
     )
     for direction, n_tensors in _TENSORS.items()
     for name, standard in (("realspace", False), ("realspace_cuda", True))
