@@ -59,12 +59,12 @@ int KSERVE_NAMED(kserve_norm_residual)(const float* x, const float* residual, co
 }
 
 int KSERVE_NAMED(kserve_edge_features)(const float* x, const std::int64_t* edge_index, const float* edge_h, float* out,
-                                       std::int64_t n_nodes, std::int64_t n_edges, int edges_per_block, int edges_per_warp,
-                                       void* stream) {
+                                       std::int64_t n_nodes, std::int64_t n_edges, void* stream) {
   constexpr int ahead = 2, threads = 512;  // as the knobs are by default
+  constexpr int of_warp = ahead * (32 / KSERVE_EDGE_LANES) < 32 ? ahead * (32 / KSERVE_EDGE_LANES) : 32;
   edge_features<float, KSERVE_HIDDEN, KSERVE_EDGE_LANES, ahead, threads>
-      <<<blocks(n_edges, edges_per_block), threads, 0, static_cast<cudaStream_t>(stream)>>>(
-          x, reinterpret_cast<Index>(edge_index), edge_h, out, n_nodes, n_edges, edges_per_block, edges_per_warp);
+      <<<blocks(n_edges, threads / 32 * of_warp), threads, 0, static_cast<cudaStream_t>(stream)>>>(
+          x, reinterpret_cast<Index>(edge_index), edge_h, out, n_nodes, n_edges);
   return static_cast<int>(cudaGetLastError());
 }
 

@@ -10,8 +10,7 @@
 using kserve_norm_residual = int(const float* x, const float* residual, const float* gamma, const float* beta, float* out,
                                  std::int64_t n, float eps, void* stream);
 using kserve_edge_features = int(const float* x, const std::int64_t* edge_index, const float* edge_h, float* out,
-                                 std::int64_t n_nodes, std::int64_t n_edges, int edges_per_block, int edges_per_warp,
-                                 void* stream);
+                                 std::int64_t n_nodes, std::int64_t n_edges, void* stream);
 // scratch: 4 words a chunk, then 2 for each graph and 2 more. chunk: KSERVE_SMALL_CHUNK or KSERVE_LARGE_CHUNK edges.
 using kserve_graph_norm_bce = int(const float* logits, const float* labels, const std::int64_t* edge_graph,
                                   const float* pos_weight, std::int64_t* scratch, float* out, std::int64_t n_edges,

@@ -68,23 +68,20 @@ Tensor norm_residual(const Tensor& x, const Tensor& residual, const Tensor& gamm
   return out;
 }
 
-Tensor edge_features(const Tensor& x, const Tensor& edge_index, const Tensor& edge_h, std::int64_t edges_per_block,
-                     std::int64_t edges_per_warp) {
+Tensor edge_features(const Tensor& x, const Tensor& edge_index, const Tensor& edge_h) {
   STD_TORCH_CHECK(x.dim() == 2 && edge_h.dim() == 2, "x and edge_h have another shape than [N, H] and [E, H]");
   const std::int64_t n_nodes = x.size(0), n_edges = edge_h.size(0);
   check("x", x, x, ScalarType::Float, {n_nodes, KSERVE_HIDDEN});
   check("edge_index", edge_index, x, ScalarType::Long, {2, n_edges});
   check("edge_h", edge_h, x, ScalarType::Float, {n_edges, KSERVE_HIDDEN});
-  STD_TORCH_CHECK(edges_per_warp >= 1 && edges_per_warp <= 32 && edges_per_block >= 1 && edges_per_block <= (1 << 30),
-                  "edges_per_warp is 1 to 32, edges_per_block 1 to 2**30");
   STD_TORCH_CHECK(n_nodes > 0 || n_edges == 0, "edge_index names edges, and x has no node");
   Tensor out = torch::stable::new_empty(x, {n_edges, 3 * KSERVE_HIDDEN});
   if (n_edges == 0) return out;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   auto* result = static_cast<float*>(out.data_ptr());
   const auto launch = is_aligned({floats(x), floats(edge_h), result}) ? kserve_edge_features_aligned : kserve_edge_features_any;
-  check_launch("edge_features", launch(floats(x), integers(edge_index), floats(edge_h), result, n_nodes, n_edges,
-                                       static_cast<int>(edges_per_block), static_cast<int>(edges_per_warp), stream_of(x)));
+  check_launch("edge_features",
+               launch(floats(x), integers(edge_index), floats(edge_h), result, n_nodes, n_edges, stream_of(x)));
   return out;
 }
 
@@ -118,8 +115,7 @@ Tensor graph_norm_bce(const Tensor& logits, const Tensor& target, const Tensor& 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kserve, library) {
   library.def(KSERVE_OPERATOR("norm_residual") "(Tensor x, Tensor residual, Tensor gamma, Tensor beta, float eps) -> Tensor");
-  library.def(KSERVE_OPERATOR("edge_features") "(Tensor x, Tensor edge_index, Tensor edge_h, int edges_per_block,"
-                                               " int edges_per_warp) -> Tensor");
+  library.def(KSERVE_OPERATOR("edge_features") "(Tensor x, Tensor edge_index, Tensor edge_h) -> Tensor");
   library.def(KSERVE_OPERATOR("graph_norm_bce") "(Tensor logits, Tensor target, Tensor edge_graph, int n_graphs,"
                                                 " Tensor? pos_weight, int chunk) -> Tensor");
 }

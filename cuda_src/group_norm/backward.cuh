@@ -36,16 +36,16 @@ struct Forward {
 
 }  // namespace group_norm
 
-// by_group: [batches][splits][Groups] of sums of grad w and grad w xhat. by_channel: [batches][splits][2][Channels] of sums
+// by_group: [batches][2][Groups][splits]: sums of grad w, of grad w xhat. by_channel: [batches][splits][2][Channels] of sums
 // of grad xhat and grad. grad is that behind the activation.
 template <typename T, typename Out, typename Affine, int Channels, int Groups, bool Relu, int Threads, int Ahead>
 __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channels, Groups, Threads))
     group_norm_bwd_sums(const Out* __restrict__ grad_out, const T* __restrict__ x, const Affine* __restrict__ weight,
                         const Affine* __restrict__ bias, const float* __restrict__ mean, const float* __restrict__ rstd,
-                        float* __restrict__ by_group, float* __restrict__ by_channel, long long spatial, long long per_split,
-                        int splits, int /* batches */) {
+                        float* __restrict__ by_group, float* __restrict__ by_channel, long long spatial, int splits,
+                        int /* batches */) {
   using L = group_norm::Layout<T, Channels, Groups, Threads>;
-  const L layout(spatial, per_split, splits);
+  const L layout(spatial, splits);
   const group_norm::Forward<L, Affine> forward(layout, weight, bias, mean, rstd);
   float products[L::width] = {}, plain[L::width] = {};
   const auto add = [&](const Out(&gradients)[L::width], const T(&values)[L::width]) {
@@ -110,39 +110,45 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
     }
     group_norm::sum_over_warp(found);
     if (threadIdx.x % group_norm::warp == 0) {
-      by_group[(block * Groups + group) * 2] = found[0];
-      by_group[(block * Groups + group) * 2 + 1] = found[1];
+      float* to = by_group + layout.batch * splits * (Groups * 2LL) + layout.split;
+      to[static_cast<long long>(group) * splits] = found[0];
+      to[static_cast<long long>(Groups + group) * splits] = found[1];
     }
   }
 }
 
 namespace group_norm {
 
-// The gradients of weight and bias from the sums of all blocks, 32 channels by a block, in a fixed order.
+// The gradients of weight and bias from the sums of all blocks, in a fixed order: eight channels, one sector of memory, by a
+// block, so that none has much more to do than the others.
 template <typename Affine, int Channels, int Threads>
 __device__ __forceinline__ void finish_parameters(const float* by_channel, Affine* grad_weight, Affine* grad_bias, int blocks) {
-  constexpr int warps = Threads / warp;
-  __shared__ float products[warps][warp], sums[warps][warp];
-  const int lane = threadIdx.x % warp, row = threadIdx.x / warp;
-  for (int first = blockIdx.x * warp; first < Channels; first += gridDim.x * warp) {
+  constexpr int at_once = 8, rows = Threads / at_once, warps = Threads / warp;
+  __shared__ float found[warps][2][at_once];
+  const int lane = threadIdx.x % at_once, row = threadIdx.x / at_once;
+  for (int first = blockIdx.x * at_once; first < Channels; first += gridDim.x * at_once) {
     const int channel = first + lane;
-    float product = 0.0f, sum = 0.0f;
+    float sums[2] = {};
     if (channel < Channels) {
-      for (long long block = row; block < blocks; block += warps) {
-        product += by_channel[block * (2 * Channels) + channel];
-        sum += by_channel[block * (2 * Channels) + Channels + channel];
+#pragma unroll 4
+      for (long long block = row; block < blocks; block += rows) {
+        sums[0] += by_channel[block * (2 * Channels) + channel];
+        sums[1] += by_channel[block * (2 * Channels) + Channels + channel];
       }
     }
-    products[row][lane] = product;
-    sums[row][lane] = sum;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int step = at_once; step < warp; step *= 2) sums[i] += __shfl_xor_sync(all_lanes, sums[i], step);
+      if (threadIdx.x % warp < at_once) found[threadIdx.x / warp][i][lane] = sums[i];
+    }
     __syncthreads();
-    if (row == 0 && channel < Channels) {
-      for (int r = 1; r < warps; ++r) {
-        product += products[r][lane];
-        sum += sums[r][lane];
-      }
-      if (grad_weight != nullptr) grad_weight[channel] = static_cast<Affine>(product);
-      if (grad_bias != nullptr) grad_bias[channel] = static_cast<Affine>(sum);
+    if (row < 2 && channel < Channels) {
+      Affine* to = row == 0 ? grad_weight : grad_bias;
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < warps; ++w) sum += found[w][row][lane];
+      if (to != nullptr) to[channel] = static_cast<Affine>(sum);
     }
     __syncthreads();
   }
@@ -155,21 +161,22 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
     group_norm_bwd_apply(const Out* __restrict__ grad_out, const T* __restrict__ x, const Affine* __restrict__ weight,
                          const Affine* __restrict__ bias, const float* __restrict__ mean, const float* __restrict__ rstd,
                          const float* __restrict__ by_group, const float* __restrict__ by_channel, T* __restrict__ grad_x,
-                         Affine* __restrict__ grad_weight, Affine* __restrict__ grad_bias, long long spatial,
-                         long long per_split, int splits, int batches) {
+                         Affine* __restrict__ grad_weight, Affine* __restrict__ grad_bias, long long spatial, int splits,
+                         int batches) {
   using L = group_norm::Layout<T, Channels, Groups, Threads>;
   group_norm::finish_parameters<Affine, Channels, Threads>(by_channel, grad_weight, grad_bias, batches * splits);
   if (grad_x == nullptr) return;
 
-  const L layout(spatial, per_split, splits);
+  const L layout(spatial, splits);
   __shared__ float of_plain[Groups], of_products[Groups];
   const float* of_batch = by_group + layout.batch * splits * (Groups * 2LL);
   const float elements = static_cast<float>(spatial * L::per_group);
   for (int group = threadIdx.x / group_norm::warp; group < Groups; group += Threads / group_norm::warp) {
     float found[2] = {};
+#pragma unroll 4
     for (int split = threadIdx.x % group_norm::warp; split < splits; split += group_norm::warp) {
-      found[0] += of_batch[(split * Groups + group) * 2];
-      found[1] += of_batch[(split * Groups + group) * 2 + 1];
+      found[0] += of_batch[static_cast<long long>(group) * splits + split];
+      found[1] += of_batch[static_cast<long long>(Groups + group) * splits + split];
     }
     group_norm::sum_over_warp(found);
     if (threadIdx.x % group_norm::warp == 0) {

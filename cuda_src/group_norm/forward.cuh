@@ -9,9 +9,9 @@ namespace group_norm {
 // y before the activation. The gradient asks the same expression for its sign.
 __device__ __forceinline__ float before_relu(float centred, float scale, float bias) { return fmaf(centred, scale, bias); }
 
-// Moments of the block's voxels, group after group, from those of each thread.
+// Moments of the block's voxels, from those of each thread: partial[3][groups][splits] of the batch.
 template <typename L, int Threads>
-__device__ __forceinline__ void join_block(const L& layout, const Moments (&of_thread)[L::pieces], float* partial) {
+__device__ __forceinline__ void join_block(const L& layout, const Moments (&of_thread)[L::pieces], float* partial, int splits) {
   constexpr int slots = L::vectors * L::pieces;  // of one lane
   constexpr int run = slots / (L::vectors * L::width / L::per_group);
   __shared__ float means[L::lanes * slots], squares[L::lanes * slots];
@@ -32,22 +32,23 @@ __device__ __forceinline__ void join_block(const L& layout, const Moments (&of_t
     }
     found.join_warp();
     if (threadIdx.x % warp == 0) {
-      partial[group * 3] = found.count;
-      partial[group * 3 + 1] = found.mean;
-      partial[group * 3 + 2] = found.square;
+      constexpr int groups = slots / run;
+      float* to = partial + layout.batch * splits * (groups * 3LL) + layout.split;
+      to[static_cast<long long>(group) * splits] = found.count;
+      to[static_cast<long long>(groups + group) * splits] = found.mean;
+      to[static_cast<long long>(2 * groups + group) * splits] = found.square;
     }
   }
 }
 
 }  // namespace group_norm
 
-// partial: [batches][splits][Groups] of count, mean, square.
+// partial: [batches][3][Groups][splits]: count, mean, square.
 template <typename T, int Channels, int Groups, int Threads, int Ahead>
 __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channels, Groups, Threads))
-    group_norm_stats(const T* __restrict__ x, float* __restrict__ partial, long long spatial, long long per_split, int splits,
-                     int /* batches */) {
+    group_norm_stats(const T* __restrict__ x, float* __restrict__ partial, long long spatial, int splits, int /* batches */) {
   using L = group_norm::Layout<T, Channels, Groups, Threads>;
-  const L layout(spatial, per_split, splits);
+  const L layout(spatial, splits);
   group_norm::Sums<L::width> sums;
   int i = 0;
   if (layout.voxels >= Ahead) {
@@ -78,24 +79,25 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
 #pragma unroll
     for (int j = 1; j < L::width; ++j) of_thread[0].join(sums.of_channel(j, layout.voxels));
   }
-  group_norm::join_block<L, Threads>(layout, of_thread, partial + static_cast<long long>(blockIdx.x) * (Groups * 3));
+  group_norm::join_block<L, Threads>(layout, of_thread, partial, splits);
 }
 
 template <typename T, typename Out, typename Affine, int Channels, int Groups, bool Relu, int Threads, int Ahead>
 __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channels, Groups, Threads))
     group_norm_apply(const T* __restrict__ x, const Affine* __restrict__ weight, const Affine* __restrict__ bias,
                      const float* __restrict__ partial, Out* __restrict__ out, float* __restrict__ mean,
-                     float* __restrict__ rstd, long long spatial, long long per_split, int splits, int /* batches */,
-                     float eps) {
+                     float* __restrict__ rstd, long long spatial, int splits, int /* batches */, float eps) {
   using L = group_norm::Layout<T, Channels, Groups, Threads>;
-  const L layout(spatial, per_split, splits);
+  const L layout(spatial, splits);
   __shared__ float means[Groups], scales[Groups];
   const float* of_batch = partial + layout.batch * splits * (Groups * 3LL);
   for (int group = threadIdx.x / group_norm::warp; group < Groups; group += Threads / group_norm::warp) {
     group_norm::Moments found{0.0f, 0.0f, 0.0f};
+#pragma unroll 4
     for (int split = threadIdx.x % group_norm::warp; split < splits; split += group_norm::warp) {
-      const float* from = of_batch + (split * Groups + group) * 3;
-      found.join({from[0], from[1], from[2]});
+      const float* from = of_batch + static_cast<long long>(group) * splits + split;
+      const long long next = static_cast<long long>(Groups) * splits;
+      found.join({from[0], from[next], from[2 * next]});
     }
     found.join_warp();
     if (threadIdx.x % group_norm::warp == 0) {

@@ -1,7 +1,9 @@
 // Who does what with channels-last volumes: a dense matrix [batches][spatial voxels][Channels].
 //
 // A thread has the same few neighbouring channels of every voxel it sees, one access of up to 16 bytes; `lanes` threads side
-// by side have the same channels of different voxels. A block walks a stretch of one batch's voxels.
+// by side have the same channels of different voxels. The blocks of a batch, `splits` of them, take turns: together they walk
+// through it, so that at any time the device reads and writes one stretch of memory. A stretch for each block is slower by a
+// seventh where there is much to write.
 
 #pragma once
 
@@ -83,25 +85,29 @@ struct Layout {
 
   int lane, channel;  // of the thread; the first of its channels
   long long batch;
+  int split;
   long long offset;  // element of its first voxel
+  long long step;    // elements to its next
+  int turns, rest;   // that every lane has; lanes, counted through the blocks, that have one more
   int voxels;        // that the thread sees
-  int count;         // voxels of the block
 
-  __device__ __forceinline__ Layout(long long spatial, long long per_split, int splits) {
+  __device__ __forceinline__ Layout(long long spatial, int splits) {
     lane = threadIdx.x / vectors;
     channel = threadIdx.x % vectors * width;
     batch = blockIdx.x / splits;
-    const long long first = blockIdx.x % splits * per_split;
-    const long long left = spatial - first;
-    count = static_cast<int>(left < per_split ? left : per_split);
+    split = blockIdx.x % splits;
+    const long long at_once = static_cast<long long>(splits) * lanes;
+    turns = static_cast<int>(spatial / at_once);
+    rest = static_cast<int>(spatial - turns * at_once);
     voxels = lane < lanes ? voxels_of(lane) : 0;
-    offset = (batch * spatial + first + lane) * Channels + channel;
+    offset = (batch * spatial + static_cast<long long>(split) * lanes + lane) * Channels + channel;
+    step = at_once * Channels;
   }
 
-  __device__ __forceinline__ int voxels_of(int which) const { return count > which ? (count - which + lanes - 1) / lanes : 0; }
+  __device__ __forceinline__ int voxels_of(int which) const { return turns + (split * lanes + which < rest ? 1 : 0); }
 
   // Element of voxel i of the thread.
-  __device__ __forceinline__ long long at(int i) const { return offset + static_cast<long long>(i) * (lanes * Channels); }
+  __device__ __forceinline__ long long at(int i) const { return offset + i * step; }
 
   // Where the group of the thread's channel j lies among `pieces` values, and which it is.
   __device__ __forceinline__ static constexpr int piece(int j) { return in_one_group ? 0 : j; }

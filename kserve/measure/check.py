@@ -52,9 +52,15 @@ def call(workload: Workload, function: Any, arguments: tuple[Any, ...], *, seed:
         given[position] = leaf
     outputs = _tuple(function(*given))
     random = torch.Generator(outputs[0].device).manual_seed(seed)
-    # Of few digits, so the same in every dtype; laid out as the results are, as what follows them in a model leaves them.
-    drawn = [torch.empty_like(out, dtype=torch.bfloat16).normal_(generator=random).to(out.dtype) for out in outputs]
+    drawn = [torch.empty_like(out).copy_(_normal(out, random)) for out in outputs]  # laid out as a model would leave it
     return lambda: torch.autograd.grad(outputs, leaves, drawn, retain_graph=True)
+
+
+def _normal(like: Any, random: Any) -> Any:
+    """Of few digits, so the same for every dtype; the layout has no say either."""
+    import torch
+
+    return torch.randn(like.shape, generator=random, device=like.device, dtype=torch.bfloat16)
 
 
 @contextlib.contextmanager

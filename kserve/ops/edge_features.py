@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from kserve.client import get_kernel
@@ -88,31 +86,8 @@ def _launch(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tensor) -> 
     n_edges, hidden = edge_h.shape
     kernel = get_kernel("fused_edge_features", dtype=_KERNEL_DTYPES[x.dtype], hidden=hidden)
     out = x.new_empty((n_edges, 3 * hidden))
-    of_block = kernel.manifest.contract.constants["THREADS"] // 32
-    per_block, per_warp = shares(n_edges, hidden, multiprocessors(x.device), of_block)
-    kernel(x, edge_index, edge_h, out, x.shape[0], n_edges, per_block, per_warp)
+    kernel(x, edge_index, edge_h, out, x.shape[0], n_edges)
     return out
-
-
-@lru_cache(maxsize=256)
-def shares(n_edges: int, hidden: int, n_multiprocessors: int, warps_of_block: int = 16) -> tuple[int, int]:
-    """Edges of a block and of a warp at a time.
-
-    Many edges: every block that fits on the device gets one range of neighbours, whose node rows it then finds in its own
-    caches. Few: as few to a warp as it can have under way at once, so that every multiprocessor has some.
-    """
-    at_once = 2 * max(1, 32 // min(32, 1 << max(0, (-(-hidden // 4) - 1).bit_length())))
-    blocks = n_multiprocessors * max(1, _WARPS // warps_of_block)
-    rounds = -(-n_edges // (blocks * warps_of_block * at_once))
-    per_warp = min(_MOST_EDGES_A_WARP, at_once * rounds)
-    least = warps_of_block * per_warp
-    blocks = max(1, min(blocks, -(-n_edges // least)))
-    return -(-n_edges // (blocks * least)) * least, per_warp
-
-
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _check(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tensor) -> None:

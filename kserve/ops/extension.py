@@ -16,7 +16,6 @@ import torch
 
 from kserve.client.extension import get_extension
 from kserve.errors import KserveError
-from kserve.ops.edge_features import multiprocessors, shares
 from kserve.ops.graph_norm_bce import chunk_of
 
 NAME = "kserve_operators"
@@ -88,9 +87,7 @@ def edge_features(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tenso
     Traffic:  (min(N, 2 E) + 4 E) H * itemsize + 16 E bytes, when the caches hold the nodes.
     Raises:   as `norm_residual`.
     """
-    n_edges, hidden = int(edge_h.shape[0]), int(x.shape[-1])
-    per_block, per_warp = shares(n_edges, hidden, multiprocessors(x.device)) if n_edges and x.is_cuda else (1, 1)
-    return _operator("edge_features", hidden)(x, edge_index, edge_h, per_block, per_warp)
+    return _operator("edge_features", int(x.shape[-1]))(x, edge_index, edge_h)
 
 
 def graph_norm_bce(

@@ -32,10 +32,9 @@ class Norm(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """How the voxels of a batch are shared out to blocks."""
+    """The voxels of a batch, the blocks that take turns at them, and the batches."""
 
     spatial: int
-    per_split: int
     splits: int
     batches: int
 
@@ -83,8 +82,7 @@ def partition(batches: int, spatial: int, channels: int, *, num_groups: int, ite
     lanes = _THREADS // (channels // _width(channels, itemsize))  # voxels side by side in a block
     wanted = max(1, min(_BLOCKS // batches, _MOST_PARTIALS // num_groups))
     per_lane = max(_LEAST_VOXELS, -(-spatial // (wanted * lanes)))
-    per_split = per_lane * lanes
-    return Partition(spatial, per_split, -(-spatial // per_split), batches)
+    return Partition(spatial, -(-spatial // (per_lane * lanes)), batches)
 
 
 def _width(channels: int, itemsize: int) -> int:

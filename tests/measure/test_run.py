@@ -112,8 +112,8 @@ def test_inputs_have_the_sizes_of_their_kernel_by_name():
 
 
 def test_a_size_that_the_inputs_do_not_have_is_refused(capsys):
-    assert cli.main(["tune", "fused_edge_features", "--dry-run", "--target", "sm_90", "--shape", "edges_per_block=64"]) == 2
-    assert "the inputs of fused_edge_features have no size 'edges_per_block'" in capsys.readouterr().err
+    assert cli.main(["tune", "fused_edge_features", "--dry-run", "--target", "sm_90", "--shape", "edges=64"]) == 2
+    assert "the inputs of fused_edge_features have no size 'edges'" in capsys.readouterr().err
     shape = ["--shape", "n_edges=1000", "--shape", "ordered=0"]
     assert cli.main(["tune", "fused_edge_features", "--dry-run", "--target", "sm_90", "--json", *shape]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ import torch
 
 from kserve.errors import LaunchError
 from kserve.ops import set_backend
-from kserve.ops.edge_features import edge_features, reason_for_reference, reference, shares
+from kserve.ops.edge_features import edge_features, reason_for_reference, reference
 from tests.support.built_in import device_code
 from tests.support.host_cuda import host_kernel
 from tests.support.inputs import odd, poisoned
@@ -30,11 +30,11 @@ def graph(n: int = 11, e: int = 77, hidden: int = 16, *, dtype=torch.float32, de
     return Graph(*(t.to(device) for t in (x, torch.randint(n, (2, e), generator=random), edge_h)))
 
 
-def on_host(inputs: Graph, *, facts: bool = True, per_block: int = 40, per_warp: int = 5, seed: int = 0) -> torch.Tensor:
+def on_host(inputs: Graph, *, facts: bool = True, seed: int = 0, **knobs: int) -> torch.Tensor:
     hidden, e = inputs.x.shape[1], inputs.edge_h.shape[0]
-    kernel = host_kernel("fused_edge_features", facts=facts, dtype=NAMES[inputs.x.dtype], hidden=hidden)
+    kernel = host_kernel("fused_edge_features", facts=facts, dtype=NAMES[inputs.x.dtype], hidden=hidden, **knobs)
     out = poisoned(inputs.x.new_empty(e, 3 * hidden))
-    kernel(*inputs, out, inputs.x.shape[0], e, per_block, per_warp, seed=seed)
+    kernel(*inputs, out, inputs.x.shape[0], e, seed=seed)
     return out
 
 
@@ -112,16 +112,6 @@ def test_the_op_is_traced_as_one():
     assert torch.equal(traced(*inputs), edge_features(*inputs))
 
 
-@pytest.mark.parametrize("hidden", [1, 16, 64, 128, 1000])
-@pytest.mark.parametrize("e", [1, 31, 3116, 19_968, 398_848, 2**31 + 5])
-def test_the_shares_cover_every_edge_within_the_grid(e, hidden):
-    per_block, per_warp = shares(e, hidden, 132)
-    assert 1 <= per_warp <= 32
-    assert per_block % per_warp == 0 and -(-e // per_block) < 2**31
-    if e <= 3116:
-        assert per_block == 16 * per_warp, "no warp waits while another has two rounds"
-
-
 # The device code, on the host
 
 
@@ -132,11 +122,13 @@ def test_device_code_is_exact(dtype, hidden, facts):
     assert torch.equal(on_host(inputs, facts=facts), reference(*inputs))
 
 
-@pytest.mark.parametrize(("per_block", "per_warp"), [(1, 1), (32, 2), (512, 32), (1024, 7), (100, 32)])
+@pytest.mark.parametrize(
+    ("ahead", "threads", "hidden"), [(1, 128, 16), (4, 256, 16), (4, 1024, 1), (2, 512, 300), (4, 128, 64)]
+)
 @pytest.mark.parametrize("e", [1, 2, 33, 77, 600])
-def test_every_edge_is_written_whatever_the_shares(e, per_block, per_warp):
-    inputs = graph(e=e)
-    assert torch.equal(on_host(inputs, per_block=per_block, per_warp=per_warp, seed=e), reference(*inputs))
+def test_every_edge_is_written_whatever_the_knobs(e, ahead, threads, hidden):
+    inputs = graph(e=e, hidden=hidden)
+    assert torch.equal(on_host(inputs, AHEAD=ahead, THREADS=threads, seed=e), reference(*inputs))
 
 
 def test_device_code_passes_on_nan_and_infinity():

@@ -12,7 +12,7 @@ import pytest
 
 from kserve import catalog
 from kserve.artifact import DECLARED, GENERIC
-from kserve.build.plan import Plan, plan_builds
+from kserve.build.plan import Choice, Plan, plan_builds
 from kserve.config import Settings
 from kserve.errors import ToolchainMissing
 from kserve.key import digest_of
@@ -33,11 +33,14 @@ class DeviceCode(NamedTuple):
 
 
 def built_in_plan(name: str, *, facts: bool = True, target: str = "cuda:sm_90", **spec: Any) -> tuple[Plan, dict[str, bytes]]:
-    """How the kernel is built for the declared argument facts, or for none, and its files by relative name."""
+    """How the kernel is built for the declared argument facts, or for none, and its files by name. Knobs go with the spec."""
     folder, definition, entry = next(found for found in catalog.every_entry(Settings()) if found[2].name == name)
     files = catalog.collect_files(folder, definition)
     digests = {relative: digest_of(content) for relative, content in files.items()}
-    plans = plan_builds(definition, entry, spec=spec, target=parse_target(target), fingerprint=_NOBODY, files=digests)
+    choice = Choice({name: value for name, value in spec.items() if name in entry.knobs})
+    axes = {name: value for name, value in spec.items() if name not in choice.values}
+    known = {"target": parse_target(target), "fingerprint": _NOBODY, "files": digests}
+    plans = plan_builds(definition, entry, spec=axes, choice=choice, **known)
     wanted = DECLARED if facts else GENERIC
     return next((plan for plan in plans if plan.variant == wanted), plans[0]), files
 

@@ -41,6 +41,7 @@ def host_kernel(name: str, *, facts: bool = True, defines: tuple[str, ...] = (),
 
     Args:
         facts: the variant for the declared argument facts, or the one for none.
+        spec:  axes, and knobs.
     """
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kserve.measure.workloads import Example, Sizes, Workload
-from kserve.ops.edge_features import edge_features, multiprocessors, reference, shares
+from kserve.ops.edge_features import edge_features, reference
 
 SIZES = [
     {"n": 43_136, "e": 398_848, "hidden": 128, "ordered": 1},
@@ -69,8 +69,7 @@ def _arguments(spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) ->
     whole = {"n": n_nodes, "e": n_edges, "hidden": spec["hidden"], "ordered": sizes["ordered"]}
     x, edge_index, edge_h = _inputs(whole, spec.get("dtype", "float32"), device, seed)
     out = torch.full((n_edges, 3 * spec["hidden"]), torch.nan, dtype=x.dtype, device=device)
-    n_multiprocessors = multiprocessors(x.device) if x.device.type == "cuda" else 1
-    return x, edge_index, edge_h, out, n_nodes, n_edges, *shares(n_edges, spec["hidden"], n_multiprocessors)
+    return x, edge_index, edge_h, out, n_nodes, n_edges
 
 
 KERNELS = {

@@ -84,7 +84,7 @@ class _Launch:
         self.mean, self.rstd = torch.zeros(1, groups, device=device), torch.ones(1, groups, device=device)
         # Every block has the same count, mean 0 and variance 1.
         moments = torch.tensor([1.0, 0.0, 1.0], device=device) * (spatial * channels / groups / self.parts.splits)
-        self.partial = moments.repeat(self.parts.splits * groups)
+        self.partial = moments.repeat_interleave(self.parts.splits * groups)
         self.by_group = torch.zeros(self.parts.splits * groups * 2, device=device)
         self.by_channel = torch.zeros(self.parts.splits * channels * 2, device=device)
 
@@ -99,7 +99,7 @@ def _example(names: str, passes: int, *more: Any) -> Example:
     return Example(
         sizes={"spatial": 128**3},
         arguments=lambda spec, sizes, device, seed: _Launch(spec, sizes, device, seed).arguments(names, *more),
-        tolerance=1e-6,
+        tolerance=1e-5,  # threads of a block decide the order of a sum
         n_bytes=lambda spec, sizes: passes * spec["channels"] * sizes["spatial"] * getattr(torch, spec["dtype"]).itemsize,
     )
 
