@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--op", action="append", metavar="NAME", help=f"one of {', '.join(workloads.ops())}; all of them")
     parser.add_argument("--shape", action="append", metavar="NAME=N,…", help="sizes to run instead of the op's own; repeatable")
     parser.add_argument("--direction", action="append", choices=("fwd", "bwd"), help="both where the op has both")
-    parser.add_argument("--dtype", action="append", metavar="DTYPE", help="float32")
+    parser.add_argument("--dtype", action="append", metavar="DTYPE", help="such as float32; `first` is the one each op is judged by; all of them")
     parser.add_argument("--baseline", default="eager,compile,vendor", help="any of eager, compile, vendor, or none")
     parser.add_argument("--flush", action="store_true", help="empty the last-level cache before each call")
     parser.add_argument("--budget-s", type=float, default=20.0, help="soft limit for one workload")
@@ -128,7 +128,8 @@ def every_workload(arguments: argparse.Namespace) -> Iterator[Workload]:
     for op in arguments.op or workloads.ops():
         for sizes in map(parsed_sizes, arguments.shape) if arguments.shape else workloads.sizes_of(op):
             for direction, dtype in workloads.forms_of(op):
-                if direction in (arguments.direction or direction) and dtype in (arguments.dtype or dtype):
+                first = ["first"] if dtype == workloads.forms_of(op)[0][1] else []
+                if direction in (arguments.direction or [direction]) and {dtype, *first} & {*(arguments.dtype or [dtype])}:
                     yield workloads.workload(op, sizes, direction=direction, dtype=dtype)
 
 

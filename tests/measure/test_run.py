@@ -140,6 +140,14 @@ def test_rows_and_files(monkeypatch, tmp_path, capsys):
     assert "of copy" in capsys.readouterr().out
 
 
+def test_the_dtype_an_op_is_judged_by(monkeypatch, tmp_path, capsys):
+    small = ["--op", "realspace", "--op", "group_norm", "--direction", "fwd", "--dtype", "first", "--baseline", "none"]
+    monkeypatch.setattr(workloads, "sizes_of", lambda op: [SMALL[op]])
+    assert bench(monkeypatch, tmp_path, *small) == 0
+    written = json.loads(next(tmp_path.glob("ops-cpu-*.json")).read_text())
+    assert [(row["op"], row["dtype"]) for row in written["rows"]] == [("realspace", "float32"), ("group_norm", "bfloat16")]
+
+
 def test_an_op_that_is_wrong_has_no_number(monkeypatch, tmp_path, capsys):
     right = small("norm_residual")
     monkeypatch.setattr(run.workloads, "workload", lambda *_, **__: right._replace(served=lambda x, *_: x))
