@@ -35,19 +35,6 @@ using Index = const long long*;  // what the kernels call an int64
 
 unsigned int blocks(std::int64_t of, std::int64_t each) { return static_cast<unsigned int>((of + each - 1) / each); }
 
-template <int Chunk>
-int launch_graph_norm_bce(const float* logits, const float* labels, const std::int64_t* edge_graph, const float* pos_weight,
-                          std::int64_t* scratch, float* out, std::int64_t n_edges, std::int64_t n_graphs, cudaStream_t stream) {
-  auto* records = reinterpret_cast<long long*>(scratch);
-  const auto graph = reinterpret_cast<Index>(edge_graph);
-  bce_chunks<Chunk / 1024>
-      <<<blocks(n_edges, Chunk), 256, 0, stream>>>(logits, labels, graph, pos_weight, records, n_edges, n_graphs);
-  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) return static_cast<int>(status);
-  const unsigned int joining = blocks(n_edges, 8 * Chunk) < 264 ? blocks(n_edges, 8 * Chunk) : 264;
-  bce_mean<Chunk / 1024><<<joining, 512, 0, stream>>>(logits, labels, graph, pos_weight, records, out, n_edges, n_graphs);
-  return static_cast<int>(cudaGetLastError());
-}
-
 }  // namespace
 
 int KSERVE_NAMED(kserve_norm_residual)(const float* x, const float* residual, const float* gamma, const float* beta, float* out,
@@ -71,7 +58,17 @@ int KSERVE_NAMED(kserve_edge_features)(const float* x, const std::int64_t* edge_
 int KSERVE_NAMED(kserve_graph_norm_bce)(const float* logits, const float* labels, const std::int64_t* edge_graph,
                                         const float* pos_weight, std::int64_t* scratch, float* out, std::int64_t n_edges,
                                         std::int64_t n_graphs, std::int64_t chunk, void* stream) {
-  const auto launch =
-      chunk == KSERVE_SMALL_CHUNK ? launch_graph_norm_bce<KSERVE_SMALL_CHUNK> : launch_graph_norm_bce<KSERVE_LARGE_CHUNK>;
-  return launch(logits, labels, edge_graph, pos_weight, scratch, out, n_edges, n_graphs, static_cast<cudaStream_t>(stream));
+  const auto graph = reinterpret_cast<Index>(edge_graph);
+  auto* words = reinterpret_cast<long long*>(scratch);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (n_edges <= chunk) {
+    bce_few<1024><<<1, 1024, 0, on>>>(logits, labels, graph, pos_weight, words, out, n_edges, n_graphs);
+    return static_cast<int>(cudaGetLastError());
+  }
+  const unsigned int n_chunks = blocks(n_edges, chunk);
+  bce_chunks<256><<<n_chunks, 256, 0, on>>>(logits, labels, graph, pos_weight, words, n_edges, n_graphs, chunk);
+  if (const cudaError_t status = cudaGetLastError(); status != cudaSuccess) return static_cast<int>(status);
+  const unsigned int joining = blocks(n_edges, 8192) < 264 ? blocks(n_edges, 8192) : 264;
+  bce_mean<1024><<<joining, 1024, 0, on>>>(logits, labels, graph, pos_weight, words, out, n_edges, n_graphs, n_chunks);
+  return static_cast<int>(cudaGetLastError());
 }

@@ -94,8 +94,8 @@ Tensor graph_norm_bce(const Tensor& logits, const Tensor& target, const Tensor& 
   check("edge_graph", edge_graph, logits, ScalarType::Long, {n_edges});
   if (pos_weight.has_value()) check("pos_weight", *pos_weight, logits, ScalarType::Float, {});
   STD_TORCH_CHECK(n_graphs >= 1 && n_graphs < (std::int64_t{1} << 31), "n_graphs is 1 to 2**31 - 1");
-  STD_TORCH_CHECK(chunk == KSERVE_SMALL_CHUNK || chunk == KSERVE_LARGE_CHUNK, "chunk is 1024 or 4096");
-  Tensor scratch = torch::stable::new_empty(edge_graph, {(n_edges + chunk - 1) / chunk * 4 + 2 * n_graphs + 2});
+  STD_TORCH_CHECK(chunk >= 1024 && chunk <= (1 << 30) && chunk % 1024 == 0, "chunk is a multiple of 1024 up to 2**30");
+  Tensor scratch = torch::stable::new_empty(edge_graph, {(n_edges + chunk - 1) / chunk * 5 + 2 * n_graphs + 2});
   Tensor out = torch::stable::new_empty(logits, {});
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
   const bool aligned = is_aligned({floats(logits), floats(target), integers(edge_graph)});

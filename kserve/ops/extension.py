@@ -113,7 +113,7 @@ def graph_norm_bce(
     Random:   none.
     Gradient: none is registered.
     Targets:  sm_80 and newer. Sources: cuda_src/extension/, cuda_src/include/kserve/graph_norm_bce.cuh.
-    Launch:   current stream, two kernels, one workspace, no synchronisation.
+    Launch:   current stream, two kernels, or one up to 8,192 edges; one workspace; no synchronisation.
     Traffic:  16 E bytes.
     Raises:   as `norm_residual`.
     """

@@ -12,10 +12,10 @@ from kserve.ops import check_device, check_dtype, check_shape, region
 from kserve.ops.backend import CUDA, backend, is_plain, serve
 from kserve.ops.library import define
 
-# Up to here a record of 1,024 edges each keeps every multiprocessor busy; above, one block would join too many.
-_FEW_EDGES = 1 << 20
-_SMALL_CHUNK, _LARGE_CHUNK = 1024, 4096
-_RECORD_WORDS = 4
+_FEW_EDGES = 8192  # up to here one block is done before a second kernel would begin
+# Edges of a chunk: few, so that every multiprocessor has some; but one block joins the records of all chunks, and more than
+# 2,048 would keep it busy, until a chunk is so long that reading it takes far longer than that.
+_SMALLEST_CHUNK, _LARGEST_CHUNK, _MOST_RECORDS = 1024, 16384, 2048
 
 
 def graph_norm_bce(
@@ -49,8 +49,8 @@ def graph_norm_bce(
     Random:   none.
     Gradient: of logits, once, in plain torch: ((1 - t) - w sigmoid(-z)) / (G max(n_g, 1)), w = 1 + (pos_weight - 1) t.
     Targets:  sm_80 and newer, else the reference. Sources: cuda_src/graph_norm_bce/.
-    Launch:   current stream, two kernels, a workspace of 32 bytes for each 1,024 or 4,096 edges and 16 for each graph, no
-              synchronisation; none when E is 0.
+    Launch:   current stream, two kernels, or one up to 8,192 edges; a workspace of 40 bytes for each 1,024 to 16,384 edges
+              and 16 for each graph; no synchronisation; none when E is 0. Atomic: two kernels, after two fills.
     Traffic:  16 E bytes.
     Raises:   InvalidSpec for n_graphs; LaunchError for a tensor of the wrong shape, dtype, device or layout, or a target or
               pos_weight that requires a gradient; with `strict` BuildError.
@@ -170,19 +170,29 @@ def _launch(*given: Any) -> torch.Tensor:
     call = Call(*given)
     n_edges, n_graphs = call.logits.shape[0], call.n_graphs
     chunk = chunk_of(n_edges)
-    chunks = get_kernel("graph_norm_bce_chunks", chunk=chunk)
-    mean = get_kernel("graph_norm_bce_mean", chunk=chunk)
-    scratch = call.edge_graph.new_empty(-(-n_edges // chunk) * _RECORD_WORDS + 2 * n_graphs + 2)
+    scratch = call.edge_graph.new_empty(scratch_words(n_edges, n_graphs, chunk))
     out = call.logits.new_empty(())
     edges = (call.logits, call.target, call.edge_graph, call.pos_weight)
-    chunks(*edges, scratch, n_edges, n_graphs)
-    mean(*edges, scratch, out, n_edges, n_graphs)
+    if n_edges <= chunk:
+        get_kernel("graph_norm_bce_few")(*edges, scratch, out, n_edges, n_graphs)
+    else:
+        get_kernel("graph_norm_bce_chunks")(*edges, scratch, n_edges, n_graphs, chunk)
+        get_kernel("graph_norm_bce_mean")(*edges, scratch, out, n_edges, n_graphs, -(-n_edges // chunk))
     return out
 
 
 def chunk_of(n_edges: int) -> int:
-    """Edges of one record."""
-    return _SMALL_CHUNK if n_edges <= _FEW_EDGES else _LARGE_CHUNK
+    """Edges of one chunk: at least n_edges where one block takes all."""
+    if n_edges <= _FEW_EDGES:
+        return _FEW_EDGES
+    even = -(-n_edges // (_MOST_RECORDS * _SMALLEST_CHUNK)) * _SMALLEST_CHUNK
+    return min(even, _LARGEST_CHUNK)
+
+
+def scratch_words(n_edges: int, n_graphs: int, chunk: int) -> int:
+    """Words of 8 bytes that the deterministic kernels need: records of the chunks, then what unsorted edges are summed in."""
+    records = 0 if n_edges <= chunk else 5 * -(-n_edges // chunk)
+    return records + 2 * n_graphs + 2
 
 
 def _launch_atomic(*given: Any) -> torch.Tensor:

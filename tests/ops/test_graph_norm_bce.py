@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kserve.errors import InvalidSpec, LaunchError
-from kserve.ops.graph_norm_bce import graph_norm_bce, reason_for_reference, reference
+from kserve.ops.graph_norm_bce import chunk_of, graph_norm_bce, reason_for_reference, reference, scratch_words
 from tests.support.built_in import device_code
 from tests.support.host_cuda import host_kernel
 from tests.support.processes import python
 
-CHUNKS = [1024, 4096]
+CHUNKS = [1024, 4096, 16384]  # the last holds them all: one kernel does
 DETERMINISTIC, ATOMIC = 2e-6, 1e-5  # relative errors against float64
 # Edges of each graph: the ends of chunks, warps and accesses, none at all, one giant among small ones.
 SHAPES = {
@@ -26,6 +26,7 @@ SHAPES = {
     "at the chunks": [4096, 4096],
     "at the warps": [512] * 9 + [128] * 3,
     "empty between": [3, 0, 0, 4, 0],
+    "few each": [1 + i % 7 for i in range(1500)],
     "random": [int(n) for n in torch.randint(0, 200, (60,), generator=torch.Generator().manual_seed(1))],
 }
 
@@ -53,13 +54,17 @@ def exact(given: Edges, pos_weight: float | None = None) -> torch.Tensor:
 
 
 def on_host(given: Edges, pos_weight: float | None = None, *, chunk: int = 4096, facts: bool = True, seed: int = 0):
-    chunks, mean = (host_kernel(f"graph_norm_bce_{part}", facts=facts, chunk=chunk) for part in ("chunks", "mean"))
+    """By the kernels that a chunk of that many edges makes the op take: one where it holds them all."""
     e, g = given.logits.numel(), given.n_graphs
     weight = None if pos_weight is None else torch.tensor([pos_weight])
-    scratch = torch.full((-(-e // chunk) * 4 + 2 * g + 2,), -(2**62) + 12345)
+    scratch = torch.full((scratch_words(e, g, chunk),), -(2**62) + 12345)
     out = torch.full((1,), torch.nan)
-    chunks(*given[:3], weight, scratch, e, g, seed=seed)
-    mean(*given[:3], weight, scratch, out, e, g, seed=seed)
+    if e <= chunk:
+        host_kernel("graph_norm_bce_few", facts=facts)(*given[:3], weight, scratch, out, e, g, seed=seed)
+    else:
+        host_kernel("graph_norm_bce_chunks", facts=facts)(*given[:3], weight, scratch, e, g, chunk, seed=seed)
+        mean = host_kernel("graph_norm_bce_mean", facts=facts)
+        mean(*given[:3], weight, scratch, out, e, g, -(-e // chunk), seed=seed)
     return out[0]
 
 
@@ -176,10 +181,28 @@ def test_device_code_against_float64(name, chunk):
     assert_close(on_host(given, 2.5, chunk=chunk), exact(given, 2.5), DETERMINISTIC)
 
 
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", ["giant among small", "at the warps", "random"])
-def test_the_order_of_threads_and_blocks_changes_no_bit(name):
+def test_the_order_of_threads_and_blocks_changes_no_bit(name, chunk):
     given = edges(SHAPES[name])
-    assert len({float(on_host(given, seed=seed)) for seed in range(4)}) == 1
+    assert len({float(on_host(given, chunk=chunk, seed=seed)) for seed in range(3)}) == 1
+
+
+def test_more_records_than_threads_join_them():
+    given = edges([700] * 1700 + [1] * 30 + [30_000])
+    assert given.logits.numel() > 1024 * 1024
+    assert_close(on_host(given, chunk=1024), exact(given), DETERMINISTIC)
+
+
+def test_a_loss_is_exact_however_small():
+    """Each edge a graph of its own, so that no sum hides it: over the logits whose loss is a normal number."""
+    logits = torch.cat([torch.linspace(-87, 87, 200_001), torch.logspace(-30, 1, 3000), -torch.logspace(-30, 1, 3000)])
+    n, sums = len(logits), torch.zeros(len(logits))
+    given = logits, torch.ones(n), torch.arange(n), None
+    host_kernel("graph_norm_bce_atomic")(*given, sums, torch.zeros(n, dtype=torch.int32), n, n)
+    wide = logits.double()
+    expected = (-wide).clamp(min=0) + torch.log1p(torch.exp(-wide.abs()))
+    assert ((sums - expected) / expected).abs().max() <= 4e-7
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -191,10 +214,11 @@ def test_edges_in_no_order_are_found_out_and_right_bit_for_bit(chunk):
 
 
 @pytest.mark.parametrize("place", [1, 127, 128, 511, 512, 1023, 1024, 4095, 4096, 5000])
-def test_one_edge_out_of_order_is_found_wherever_it_is(place):
+@pytest.mark.parametrize("chunk", [1024, 8192])
+def test_one_edge_out_of_order_is_found_wherever_it_is(place, chunk):
     given = edges([6000, 5])
     given.edge_graph[place - 1] = 1
-    assert_close(on_host(given, chunk=1024), exact(given), DETERMINISTIC)
+    assert_close(on_host(given, chunk=chunk), exact(given), DETERMINISTIC)
 
 
 def test_an_id_that_comes_again_inside_a_warp_is_counted_once():
@@ -216,27 +240,37 @@ def test_large_logits_overflow_nowhere(value):
     assert_close(on_host(given), exact(given), DETERMINISTIC)
 
 
-def test_nan_stays_nan_and_an_infinite_loss_is_infinite():
+@pytest.mark.parametrize("chunk", [1024, 8192])
+def test_nan_stays_nan_and_an_infinite_loss_is_infinite(chunk):
     given = edges([5000, 3])
     given.logits[77] = torch.nan
-    assert on_host(given).isnan() and atomic_on_host(given).isnan()
+    assert on_host(given, chunk=chunk).isnan() and atomic_on_host(given).isnan()
     given.logits[77], given.target[77] = torch.inf, 0.0
-    assert on_host(given) == torch.inf
+    assert on_host(given, chunk=chunk) == torch.inf
     given.edge_graph[0] = 1
-    assert on_host(given).isnan(), "in no order it has no sign"
+    assert on_host(given, chunk=chunk).isnan(), "in no order it has no sign"
 
 
-@pytest.mark.parametrize(("place", "graph"), [(0, -1), (4999, 2), (5002, 2**40), (2500, 2)])
-def test_an_id_outside_gives_nan_and_touches_nothing(place, graph):
+@pytest.mark.parametrize("chunk", [1024, 8192])
+@pytest.mark.parametrize(("place", "graph"), [(0, -1), (4999, 2), (5002, 2**40), (2500, 2), (2500, 2**40)])
+def test_an_id_outside_gives_nan_and_touches_nothing(place, graph, chunk):
     given = edges([5000, 3])
     given.edge_graph[place] = graph
-    assert on_host(given).isnan()
+    assert on_host(given, chunk=chunk).isnan()
     assert atomic_on_host(given).isfinite(), "left out"
 
 
-def test_unaligned_inputs_take_the_generic_variant():
+@pytest.mark.parametrize("chunk", [1024, 8192])
+def test_unaligned_inputs_take_the_generic_variant(chunk):
     given = edges([5000, 3])
-    assert_close(on_host(given, facts=False), exact(given), DETERMINISTIC)
+    assert_close(on_host(given, chunk=chunk, facts=False), exact(given), DETERMINISTIC)
+
+
+@pytest.mark.parametrize("n_edges", [1, 8192, 8193, 398_848, 1 << 21, (1 << 21) + 1, 1 << 25, 1 << 33])
+def test_chunks_are_whole_tiles_and_few(n_edges):
+    chunk = chunk_of(n_edges)
+    assert chunk % 1024 == 0 and (n_edges <= chunk) == (n_edges <= 8192)
+    assert -(-n_edges // chunk) <= 2048 or chunk == 16384
 
 
 # The device code, under the compiler
@@ -244,12 +278,12 @@ def test_unaligned_inputs_take_the_generic_variant():
 
 @pytest.mark.toolchain
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("part", ["chunks", "mean", "atomic", "atomic_mean"])
+@pytest.mark.parametrize("part", ["chunks", "mean", "few", "atomic", "atomic_mean"])
 def test_no_spills(arch, part, tmp_path):
     code = device_code(f"graph_norm_bce_{part}", tmp_path, arch=arch)
     assert (code.resources["spill_bytes"], code.resources["stack_bytes"]) == (0, 0)
-    if part == "chunks":
-        assert code.mix["global_loads_128"] == 4 * 4, "four accesses of 16 bytes a tile: logits, target and twice ids"
+    if part in ("chunks", "few"):
+        assert code.mix["global_loads_128"] == 2 * 4, "four of a tile, logits, target and twice ids, before the loop and in it"
 
 
 # The kernels, on a GPU
@@ -268,15 +302,16 @@ def test_kernels_against_float64(gpu, name, shuffled, deterministic):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [[3116] * 128, [156] * 64 + [3116] * 64, [2**20], [8192] * 4096])
+@pytest.mark.parametrize("sizes", [[3116] * 128, [156] * 64 + [3116] * 64, [2**20], [8192] * 4096, [1] * 50_000])
 def test_kernels_on_the_benchmarks_shapes(gpu, sizes):
     given = edges(sizes, device="cuda")
     assert_close(graph_norm_bce(*given), exact(given), DETERMINISTIC)
 
 
 @pytest.mark.gpu
-def test_kernels_read_what_is_not_aligned(gpu):
-    given = edges([5000, 3], device="cuda")
+@pytest.mark.parametrize("sizes", [[5000, 3], [50_000, 3]])
+def test_kernels_read_what_is_not_aligned(gpu, sizes):
+    given = edges(sizes, device="cuda")
     shifted = Edges(*(torch.cat([tensor[:1], tensor])[1:] for tensor in given[:3]), 2)
     assert shifted.logits.data_ptr() % 16
     assert_close(graph_norm_bce(*shifted), exact(given), DETERMINISTIC)
@@ -298,8 +333,9 @@ def test_two_processes_get_the_same_bits(gpu):
 
 
 @pytest.mark.gpu
-def test_kernels_in_a_graph(gpu):
-    given = edges([300, 5000, 2], device="cuda")
+@pytest.mark.parametrize("sizes", [[300, 5000, 2], [300, 50_000, 2]])
+def test_kernels_in_a_graph(gpu, sizes):
+    given = edges(sizes, device="cuda")
     expected = graph_norm_bce(*given)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):

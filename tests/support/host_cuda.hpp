@@ -240,6 +240,13 @@ inline unsigned int __ballot_sync(unsigned int mask, int value) {
 }
 inline int __all_sync(unsigned int mask, int value) { return __ballot_sync(mask, value) == mask; }
 inline int __any_sync(unsigned int mask, int value) { return __ballot_sync(mask, value) != 0; }
+inline int __reduce_max_sync(unsigned int mask, int value) {
+  return host::exchange(mask, value, [&](auto at) {
+    int found = value;
+    for (int i = 0; i < host::warp_size; ++i) found = mask >> i & 1u ? std::max(found, at(i)) : found;
+    return found;
+  });
+}
 inline int __reduce_or_sync(unsigned int mask, int value) {
   return host::exchange(mask, value, [&](auto at) {
     int found = 0;
@@ -289,6 +296,8 @@ inline float __uint_as_float(unsigned int bits) {
 inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned int>(bits)); }
 inline long long __float2ll_rn(float value) { return std::llrint(value); }
 inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned int>(value)); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline unsigned int __umulhi(unsigned int a, unsigned int b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 using std::isfinite;

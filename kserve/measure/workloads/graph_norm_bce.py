@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kserve.measure.workloads import Example, Sizes, Workload
-from kserve.ops.graph_norm_bce import graph_norm_bce, reference
+from kserve.ops.graph_norm_bce import chunk_of, graph_norm_bce, reference, scratch_words
 
 SIZES = [
     {"e": 398_848, "g": 128, "mixed": 0},
@@ -21,7 +21,6 @@ SIZES = [
     {"e": 3_116, "g": 1, "mixed": 0},
 ]
 DIRECTIONS, DTYPES = ("fwd",), ("float32",)
-_RECORD_BYTES = 32
 
 
 def workload(sizes: dict[str, int], *, direction: str, dtype: str) -> Workload:
@@ -59,10 +58,11 @@ def _edges(sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
     return logits, target, ids.clamp(max=g - 1)
 
 
-def _chunks(spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
+def _chunks(_spec: Mapping[str, Any], sizes: Sizes, device: str, seed: int) -> tuple[Any, ...]:
     e, g = sizes["n_edges"], sizes["n_graphs"]
-    scratch = torch.full((-(-e // spec["chunk"]) * _RECORD_BYTES // 8 + 2 * g + 2,), -1, device=device)
-    return *_edges({"e": e, "g": g, "mixed": 0}, device, seed), None, scratch, e, g
+    chunk = chunk_of(e)
+    scratch = torch.full((scratch_words(e, g, chunk),), -1, device=device)
+    return *_edges({"e": e, "g": g, "mixed": 0}, device, seed), None, scratch, e, g, chunk
 
 
 KERNELS = {
@@ -70,6 +70,6 @@ KERNELS = {
         sizes={"n_edges": 1 << 25, "n_graphs": 4_096},
         arguments=_chunks,
         tolerance=0.0,
-        n_bytes=lambda spec, sizes: 16 * sizes["n_edges"] + _RECORD_BYTES * sizes["n_edges"] // spec["chunk"],
+        n_bytes=lambda _, sizes: 16 * sizes["n_edges"],
     )
 }
