@@ -108,7 +108,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--op", action="append", metavar="NAME", help=f"one of {', '.join(workloads.ops())}; all of them")
     parser.add_argument("--shape", action="append", metavar="NAME=N,…", help="sizes to run instead of the op's own; repeatable")
     parser.add_argument("--direction", action="append", choices=("fwd", "bwd"), help="both where the op has both")
-    parser.add_argument("--dtype", action="append", metavar="DTYPE", help="such as float32; `first` is the one each op is judged by; all of them")
+    parser.add_argument("--dtype", action="append", metavar="DTYPE", help="or `first`, the one each op is judged by; all")
     parser.add_argument("--baseline", default="eager,compile,vendor", help="any of eager, compile, vendor, or none")
     parser.add_argument("--flush", action="store_true", help="empty the last-level cache before each call")
     parser.add_argument("--budget-s", type=float, default=20.0, help="soft limit for one workload")
