@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -24,9 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import machine
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-RESULTS = HERE / "results"
 KERNELS = HERE / "tuning"
 
 COMPILE = """
@@ -100,24 +100,14 @@ def main() -> None:
     parser.add_argument("--target", default="cuda:sm_90")
     parser.add_argument("--size", type=int, default=4096, help="of the square matrices")
     arguments = parser.parse_args()
-    device = _device()
-    found: dict[str, Any] = {"target": arguments.target, "cores": len(os.sched_getaffinity(0)), "device": device or "none"}
+    device = machine.gpu_name()
+    found: dict[str, Any] = {"target": arguments.target}
     found["compile_s"] = [_compiled(arguments.target) for _ in range(arguments.repeats)]
     if device:
         found["autotune_s"] = [_autotuned(arguments.size) for _ in range(arguments.repeats)]
         found |= _tuned(arguments.size)
         found["compile_over_autotune"] = statistics.median(found["compile_s"]) / statistics.median(found["autotune_s"])
-    RESULTS.mkdir(exist_ok=True)
-    name = (device or f"cpu {found['cores']} cores").lower().replace(" ", "-")
-    text = json.dumps({**found, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}, indent=1)
-    (RESULTS / f"tuning-{name}.json").write_text(text + "\n")
-    print(text)
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    print(machine.write("tuning", found, device=device).read_text())
 
 
 @contextlib.contextmanager

@@ -220,6 +220,10 @@ def _arm(job: Job) -> Any:
         import launches
 
         return launches.launch if job.arm == "launch" else launches.agree
+    if job.arm in ("op-calls", "first-results"):
+        import op_calls
+
+        return op_calls.calls if job.arm == "op-calls" else op_calls.first_results
     return prime if job.arm == "prime" else run
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import providers
 import workloads
+from bursts import burst, roads
 from devices import TorchDevice, WrongResult
 
-BURST = 100  # launches between synchronisations: a longer burst would measure the queue, not the call
 BASELINE, FLOOR = "triton realspace_fwd", "driver realspace_fwd, prepared"
 NORM_FLOOR = "driver fused_norm_residual, prepared"
-# The launcher in C is optional: without it that road is not measured.
-ROADS = ("python", *(["compiled"] if find_spec("kserve.client._launcher") else []))
 CUPY = "cupy fused_norm_residual, prepared"
 
 
@@ -28,7 +24,7 @@ def launch(job: Any) -> None:
     torch, device = _device(job)
     job.read_binaries()
     calls = _calls(job, torch, device)
-    arms = {name: functools.partial(_burst, call, torch.cuda.synchronize) for name, call in calls.items()}
+    arms = {name: functools.partial(burst, call, torch.cuda.synchronize) for name, call in calls.items()}
     found = measure(arms, baseline=BASELINE, rule=Rule(soft_s=20.0, hard_s=30.0))
     over = {}
     for name, samples in found.samples.items():
@@ -62,7 +58,7 @@ def _calls(job: Any, torch: Any, device: TorchDevice) -> dict[str, Callable[[], 
         **{
             f"kserve {wish.name}, {road}": (wish, functools.partial(_on(kserve(wish), road), *wish.arguments))
             for wish in (real, norm)
-            for road in ROADS
+            for road in roads()
         },
         **_cupy_call(job, norm),
     }
@@ -95,18 +91,6 @@ def _cupy_call(job: Any, norm: Any) -> dict[str, Any]:
     arrays = [cupy.asarray(tensor) for tensor in norm.arguments[:5]]
     passed = (*arrays, numpy.int64(norm.arguments[5]), numpy.float32(norm.arguments[6]))
     return {CUPY: (norm, functools.partial(kernel, tuple(fact["grid"]), tuple(fact["block"]), passed))}
-
-
-def _burst(call: Callable[[], object], synchronise: Callable[[], None]) -> float:
-    for _ in range(3):
-        call()
-    synchronise()
-    began = time.perf_counter()
-    for _ in range(BURST):
-        call()
-    seconds = (time.perf_counter() - began) / BURST
-    synchronise()
-    return seconds
 
 
 def agree(job: Any) -> None:

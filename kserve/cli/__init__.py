@@ -19,6 +19,7 @@ from kserve.cli.wishes import add_wish, every_wish, wishes
 from kserve.client.connection import Connection
 from kserve.client.direct import resolve
 from kserve.client.launch import Kernel
+from kserve.client.report import reports_of
 from kserve.client.start import log_path, start_daemon
 from kserve.config import Settings, environment_variables, is_setting, load_settings
 from kserve.errors import DaemonUnreachable, InvalidDefinition, KserveError, RequestError, ServiceError
@@ -149,7 +150,11 @@ def _alive(settings: Any) -> bool:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    found = Connection(load_settings()).call("GET", protocol.STATUS)
+    settings = load_settings()
+    found = Connection(settings).call("GET", protocol.STATUS)
+    found["processes"] = [
+        {"pid": plain["pid"], "program": plain["program"], "ops": plain.get("ops", {})} for plain in reports_of(settings)
+    ]
     store = found["store"]
     text = fields(
         {
@@ -169,6 +174,7 @@ def _status(arguments: argparse.Namespace) -> int:
             "workers": ", ".join(f"{w['language']} (pid {w['pid']}, {w['n_jobs']} jobs)" for w in found["workers"]) or "none",
         }
     )
+    text = "\n".join([text, *report.lines_of(found["processes"])])
     return _report(arguments, found, text)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from kserve.cli.show import say, table
-from kserve.client.report import reports_of, shown
+from kserve.client.report import ops_lines, reports_of, shown
 from kserve.config import load_settings
 from kserve.errors import RequestError
 
 
 def every(arguments: argparse.Namespace) -> int:
-    """One line a living process."""
+    """One line a living process, then what its ops were served by."""
     found = reports_of(load_settings())
     rows = [
         [
@@ -24,8 +26,14 @@ def every(arguments: argparse.Namespace) -> int:
         ]
         for plain in found
     ]
-    say(json.dumps(found, indent=2) if arguments.json else table(["PID", "PROGRAM", "LOST", "KERNELS", "MISSED WARM"], rows))
+    text = "\n".join([table(["PID", "PROGRAM", "LOST", "KERNELS", "MISSED WARM"], rows), *lines_of(found)])
+    say(json.dumps(found, indent=2) if arguments.json else text)
     return 0
+
+
+def lines_of(processes: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One line for each op of each process."""
+    return [f"ops of {plain['pid']} {plain['program']}: {line}" for plain in processes for line in ops_lines(plain)]
 
 
 def one(arguments: argparse.Namespace) -> int:

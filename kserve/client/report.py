@@ -5,24 +5,26 @@ The file is rewritten after each load, in the runtime directory, where that can 
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import json
 import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import kserve
-from kserve.config import Settings
+from kserve.config import Settings, load_settings
 from kserve.errors import KserveError
 from kserve.ownership import private_runtime
 
 FOLDER = "report"
 _MOST_CALLS = 200
 _WRITTEN_EVERY_S = 0.05
+_OPS_EVERY_S = 1.0
 
 
 class Loaded(NamedTuple):
@@ -68,7 +70,8 @@ class Report:
         self.seconds: Counter[str] = Counter({"import": kserve.import_s})
         self.origins: Counter[str] = Counter()
         self.missed_after_warm = 0
-        self.declines: dict[str, dict[str, dict[str, int]]] = {}
+        self._look: Callable[[], dict[str, Any]] | None = None
+        self._ops: dict[str, Any] = {}
         self._written_at = float("-inf")
         self._owed = False
 
@@ -81,10 +84,33 @@ class Report:
             self.missed_after_warm += sum(kernel.origin in ("built", "joined") for kernel in call.kernels)
         self._write_soon(settings)
 
-    def note_declines(self, op: str, declines: Mapping[str, Mapping[str, int]], settings: Settings) -> None:
-        """Note which modules the kernels of an op do not serve now: class -> reason -> how many."""
-        self.declines[op] = {kind: dict(reasons) for kind, reasons in declines.items()}
-        self._write_soon(settings)
+    def watch(self, look: Callable[[], dict[str, Any]]) -> None:
+        """Keep what the ops of this process do in the file too. A thread looks once a second: their calls pay nothing for it.
+
+        Args:
+            look: op -> plain values.
+        """
+        if self._look is not None:
+            return
+        import threading
+
+        self._look = look
+        threading.Thread(target=self._keep, args=(load_settings(),), name="kserve-report", daemon=True).start()
+
+    def _keep(self, settings: Settings) -> None:
+        while True:
+            time.sleep(_OPS_EVERY_S)
+            # Where no daemon has been there is nobody to tell.
+            if self._seen() != self._ops and settings.socket.parent.is_dir():
+                self.write(settings)
+
+    def _seen(self) -> dict[str, Any]:
+        for _ in range(3):
+            try:
+                return self._look() if self._look is not None else {}
+            except RuntimeError:  # another thread has changed what was being read
+                continue
+        return self._ops
 
     def _write_soon(self, settings: Settings) -> None:
         if time.monotonic() >= self._written_at + _WRITTEN_EVERY_S:
@@ -99,8 +125,10 @@ class Report:
         try:
             folder = private_runtime(settings.socket) / FOLDER
             folder.mkdir(mode=0o700, exist_ok=True)
-            temporary = folder / f"{self.pid}.tmp"
-            temporary.write_text(json.dumps(self.to_json()))
+            temporary = folder / f"{self.pid}-{_thread.get_ident()}.tmp"
+            plain = self.to_json()
+            self._ops = plain["ops"]
+            temporary.write_text(json.dumps(plain))
             temporary.replace(folder / f"{self.pid}.json")
         except (OSError, KserveError):  # read-only, full, somebody else's: the process's own report stays
             return
@@ -115,8 +143,8 @@ class Report:
             "seconds": dict(self.seconds),
             "origins": dict(self.origins),
             "missed_after_warm": self.missed_after_warm,
-            "declines": self.declines,
-            "calls": [{**call._asdict(), "kernels": [kernel._asdict() for kernel in call.kernels]} for call in self.calls],
+            "ops": self._seen(),
+            "calls": [{**call._asdict(), "kernels": [kernel._asdict() for kernel in call.kernels]} for call in [*self.calls]],
         }
 
     def __str__(self) -> str:
@@ -186,8 +214,20 @@ def shown(plain: Mapping[str, Any]) -> str:
             lines.append(
                 f"    {kernel['name']} {kernel['target']} {kernel['key'][:12]} {kernel['origin']}, {kernel['rung']}{tail}"
             )
-    for op, kinds in sorted(plain.get("declines", {}).items()):
-        for kind, reasons in sorted(kinds.items()):
-            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
-            lines.append(f"  {op} left to torch: {kind} {counts}")
+    lines += [f"  {line}" for line in ops_lines(plain)]
     return "\n".join(lines)
+
+
+def ops_lines(plain: Mapping[str, Any]) -> list[str]:
+    """What the ops of a process were served by, one a line: calls by rung, what latched, and why modules were left to torch."""
+    lines = []
+    for op, found in sorted(plain.get("ops", {}).items()):
+        counts = ", ".join(f"{count} {rung}" for rung, count in sorted(found["served"].items()))
+        told = [f"{op}: {counts or 'not served yet'}"]
+        told += [f"latched: {found['latch']}"] if found["latch"] else []
+        for label, last in sorted(found["last_declines"].items()):
+            n_modules = found["declines"].get(label, {})
+            modules = ", ".join(f"{count} {reason}" for reason, count in sorted(n_modules.items()))
+            told.append(f"{label} left to torch{f' ({modules})' if modules else ''}, last {last['reason']}: {last['detail']}")
+        lines.append("; ".join(told))
+    return lines

@@ -10,6 +10,7 @@ instead; with `strict` it is an error. What is wrong with a call itself is alway
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kserve.client.report import report
 from kserve.config import load_settings
 from kserve.errors import (
     BuildError,
@@ -36,6 +38,18 @@ BACKENDS = (PYTORCH, COMPILED, CUDA)
 _MISSING = (BuildError, LoadError, LockMismatch, ServiceError, StoreError)
 
 
+# op -> what else the process's report says of it.
+describers: dict[str, Callable[[], dict[str, Any]]] = {}
+
+
+class _Served(Counter[tuple[str, str]]):
+    """Calls by op and rung. The first of a kind lets the process's report look at them; no other one does more than count."""
+
+    def __missing__(self, key: tuple[str, str]) -> int:
+        report().watch(summary)
+        return 0
+
+
 class _State:
     """Of this process."""
 
@@ -44,11 +58,19 @@ class _State:
         self.backend = PYTORCH if settings.disable else settings.backend
         self.is_strict = settings.strict
         self.given_up: dict[str, str] = {}
-        self.served: Counter[tuple[str, str]] = Counter()
+        self.served = _Served()
 
 
 # Made when the first op is imported, not when it is called: a tracer can read a global, but not the environment.
 _known: _State | None = _State()
+
+
+def _count_anew() -> None:
+    if _known is not None:
+        _known.served = _Served()
+
+
+os.register_at_fork(after_in_child=_count_anew)
 
 
 def _state() -> _State:
@@ -94,6 +116,18 @@ def served() -> dict[str, dict[str, int]]:
 def given_up() -> dict[str, str]:
     """op -> why its kernel could not be had; the reference serves it since."""
     return dict(_state().given_up)
+
+
+def summary() -> dict[str, Any]:
+    """op -> calls by rung, what latched, and why modules were left to torch, as plain values."""
+    counts, missing = served(), given_up()
+    nothing: dict[str, Any] = {"declines": {}, "last_declines": {}}
+    found = {op: {"served": counts.get(op, {}), "latch": missing.get(op, ""), **nothing} for op in {*counts, *missing}}
+    for op, describe in [*describers.items()]:
+        more = describe()
+        if op in found or any(more.values()):
+            found[op] = {"served": counts.get(op, {}), **more}
+    return dict(sorted(found.items()))
 
 
 def serve(

@@ -18,6 +18,7 @@ from kserve.ops.group_norm_kernels import (
     traced,
 )
 from kserve.ops.ladder import Call, Ladder
+from kserve.ops.sharding import sharded
 
 __all__ = ["STOCK", "FastGroupNorm", "Norm", "group_norm", "is_supported", "ladder", "reason_for_reference", "reference"]
 STOCK = "stock"
@@ -43,7 +44,9 @@ def group_norm(
     Axes:     N batches, S = D H W voxels (var); C channels, G groups (const).
     Args:
         input:        [N, C, D, H, W] f32, bf16 or f16, channels-last. Another layout, rank or dtype, the CPU, an input without
-                      elements, more than 4096 channels or 512 accesses of a voxel: the reference serves it.
+                      elements, more than 4096 channels or 512 accesses of a voxel: the reference serves it. A DTensor is
+                      normalised shard by shard, each by its own statistics, and keeps its placements; sharded over the
+                      channels, or of partial sums, it is left to torch.
         num_groups:   G, divides C.
         weight, bias: [C], each f32 or dtype of input; None stands for ones, zeros.
         eps:          added to the variance, > 0.
@@ -106,7 +109,9 @@ def is_supported(
     activation: str | None = None,
 ) -> bool:
     """Whether the kernels are made for this call. Costs nothing, changes nothing, compiles nothing."""
-    return activation in (None, "relu") and reason_for_reference(input, num_groups, weight, bias) is None
+    shard = sharded(input, weight, bias)
+    given = (input, weight, bias) if shard is None else shard.local
+    return activation in (None, "relu") and reason_for_reference(given[0], num_groups, *given[1:]) is None
 
 
 def _called(
@@ -117,6 +122,10 @@ def _called(
     *,
     module: torch.nn.Module | None,
 ) -> torch.Tensor:
+    shard = sharded(input, weight, bias)
+    if shard is not None:
+        return shard.whole(_called(*shard.local, norm, module=module))
+
     def unsupported() -> str | None:
         return reason_for_reference(input, norm.num_groups, weight, bias)
 

@@ -6,7 +6,7 @@ Reasons not to take the kernels are tested in one order, and the first that hold
     latched         they have failed in this process; a module that they have served before keeps them
     func_transform  a transform of torch.func is active
     not_gpu         the input lies elsewhere
-    subclass        the input is no plain tensor
+    subclass        the input is no plain tensor; a DTensor's shard is (sharding.py)
     untuned_device  with KSERVE_TUNED_ONLY=1: no launch table is made for this GPU
     unsupported     the kernels are not made for the input
 
@@ -26,10 +26,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from kserve.client.report import report
 from kserve.config import Settings, load_settings
 from kserve.errors import UnsupportedTarget
-from kserve.ops.backend import CUDA, backend, serve
+from kserve.ops.backend import CUDA, backend, describers, serve
 
 REASONS = ("opted_out", "latched", "func_transform", "not_gpu", "subclass", "untuned_device", "unsupported")
 
@@ -110,9 +109,11 @@ class Ladder:
         self._withheld = ""  # what another rank lacks
         self._served: WeakKeyDictionary[torch.nn.Module, bool] = WeakKeyDictionary()
         self._declines: WeakKeyDictionary[torch.nn.Module, Decline] = WeakKeyDictionary()
+        self._last: dict[str, Decline] = {}
         self._warned: set[tuple[str, object]] = set()
         self._known: Settings | None = load_settings()  # now: a tracer that asks later cannot read the environment
         LADDERS[op] = self
+        describers[op] = self.describe
 
     def call(self, call: Call) -> Any:
         """The result, by the kernels or by the reference.
@@ -163,12 +164,17 @@ class Ladder:
         return self._declines.get(module)
 
     def declines(self) -> dict[str, dict[str, int]]:
-        """Class of the module -> reason of its last decline -> how many modules."""
+        """Label of the module -> reason of its last decline -> how many modules."""
         found: dict[str, dict[str, int]] = {}
         for module, declined in self._declines.items():
-            counts = found.setdefault(type(module).__name__, {})
+            counts = found.setdefault(_label(module), {})
             counts[declined.reason] = counts.get(declined.reason, 0) + 1
         return found
+
+    def describe(self) -> dict[str, Any]:
+        """What latched, `declines()`, and the last decline of each label, as plain values; a function's label is its name."""
+        last = {label: declined._asdict() for label, declined in [*self._last.items()]}
+        return {"latch": self._failure, "declines": self.declines(), "last_declines": last}
 
     def is_able(self) -> bool:
         """Whether the kernels would serve a call that they are made for, on the current device."""
@@ -187,7 +193,7 @@ class Ladder:
     def forget(self) -> None:
         """Read the settings again at the next call, and forget failures and modules."""
         self._override, self._failure, self._withheld, self._known = None, "", "", None
-        for memory in (self._served, self._declines, self._warned):
+        for memory in (self._served, self._declines, self._last, self._warned):
             memory.clear()
 
     def _rejections(self, call: Call) -> Iterator[tuple[str, str | None]]:
@@ -249,12 +255,9 @@ class Ladder:
         return Decline("latched", self._failure)
 
     def _note(self, call: Call, declined: Decline) -> None:
-        if call.module is None:
-            return
-        before = self._declines.get(call.module)
-        self._declines[call.module] = declined
-        if before is None or before.reason != declined.reason:
-            report().note_declines(self.op, self.declines(), self._settings())
+        self._last[f"{self.op}()" if call.module is None else _label(call.module)] = declined
+        if call.module is not None:
+            self._declines[call.module] = declined
 
     def _warn_once(self, kind: str, key: object, message: str) -> None:
         if (kind, key) not in self._warned:
@@ -291,8 +294,7 @@ def report_once(model: torch.nn.Module, *, rank: int = 0) -> list[str]:
     for module in model.modules():
         ladder = getattr(module, "ladder", None)
         if isinstance(ladder, Ladder):
-            label = getattr(module, "ladder_label", type(module).__name__)
-            counts.setdefault(label, []).append(ladder.has_served(module))
+            counts.setdefault(_label(module), []).append(ladder.has_served(module))
     width = max(map(len, counts), default=0)
     lines = [f"{label:<{width}}  {_shares(served)}" for label, served in sorted(counts.items())]
     if rank == 0:
@@ -301,6 +303,10 @@ def report_once(model: torch.nn.Module, *, rank: int = 0) -> list[str]:
                 _printed.add(label)
                 sys.stderr.write(line + "\n")
     return lines
+
+
+def _label(module: torch.nn.Module) -> str:
+    return str(getattr(module, "ladder_label", type(module).__name__))
 
 
 def _shares(served: list[bool]) -> str:

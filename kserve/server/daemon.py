@@ -145,7 +145,7 @@ async def _serve(settings: Settings, store: FileStore, listener: socket.socket, 
         return create_app(service, activity, stop=stop)
 
     activity = Activity()
-    app = HotRoad(service, activity, full)
+    app = HotRoad(service, activity, full, stop=stop)
     server = _server(app, identities(settings.trusted_uids))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
@@ -192,7 +192,7 @@ async def _watch(app: HotRoad, service: KernelService, held: int, stop: Callable
             return
         await service.tend()
         if not busy:  # the import would hold up a build or an answer
-            await app.full()
+            await app.prepare()
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -7,9 +7,12 @@ client's first request half a second earlier. Its routes for the same paths call
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -18,17 +21,18 @@ import kserve
 from kserve import protocol
 from kserve.build.includes import MissingIncludes
 from kserve.build.planner import MissingSources
-from kserve.errors import KserveError, RequestError
+from kserve.errors import KserveError, RequestError, ServiceError
 from kserve.protocol import Pending
-from kserve.server.reading import read_resolve
+from kserve.server.reading import check_object, read_resolve
 from kserve.service import Answer, KernelService
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger("kserve")
 _LARGEST_SOURCE_BYTES = 4 << 20
 _LARGEST_BODY_BYTES = 32 << 20
+_IMPORT_AGAIN_S = 60.0
 
 
 class Activity:
@@ -46,13 +50,17 @@ class HotRoad:
     Args:
         activity: kept true by every request.
         full:     makes the full application.
+        stop:     called when a client asks the daemon to end.
     """
 
-    def __init__(self, service: KernelService, activity: Activity, full: Callable[[], ASGIApp]) -> None:
+    def __init__(
+        self, service: KernelService, activity: Activity, full: Callable[[], ASGIApp], *, stop: Callable[[], None]
+    ) -> None:
         self._service = service
         self.activity = activity
-        self._make_full = full
+        self._make_full, self._stop = full, stop
         self._full: asyncio.Task[ASGIApp] | None = None
+        self._complaint, self._again_at = "", 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,7 +69,7 @@ class HotRoad:
         try:
             answer = self._answer_for(scope, receive)
             if answer is None:
-                await (await self.full())(scope, receive, send)
+                await self._pass_on(scope, receive, send)
             else:
                 await _reply(send, *await _settled(scope, answer))
         finally:
@@ -76,7 +84,29 @@ class HotRoad:
                 return self._resolve(scope, receive)
             case "POST", protocol.SOURCES:
                 return self._add_source(receive)
+            case "POST", protocol.SHUTDOWN:
+                return self._shut_down(receive)
         return None
+
+    async def _shut_down(self, receive: Receive) -> dict[str, Any]:
+        check_object(await whole(_chunks(receive), most=_LARGEST_BODY_BYTES))
+        return shut_down(self._stop)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the full application answer; what it raises before it has said anything is answered here."""
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await (await self.full())(scope, receive, noted)
+        except Exception as error:
+            if has_begun:  # answered, and raised for the server's log
+                raise
+            await _reply(send, *_refused(scope, error))
 
     async def _resolve(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         content = await whole(_chunks(receive), most=_LARGEST_BODY_BYTES)
@@ -86,29 +116,64 @@ class HotRoad:
         return await add_source(self._service, _chunks(receive))
 
     async def full(self) -> ASGIApp:
-        """The full application, imported in a thread the first time."""
+        """The full application, imported in a thread the first time, and again each time until that succeeds.
+
+        Raises: ServiceError when it cannot be imported.
+        """
         if self._full is None:
-            self._full = asyncio.create_task(asyncio.to_thread(self._make_full))
+            self._full = asyncio.create_task(asyncio.to_thread(self._imported))
+            self._full.add_done_callback(self._forget_failure)
         return await asyncio.shield(self._full)
+
+    async def prepare(self) -> None:
+        """The same in a quiet moment; an import that has failed is not tried again for a minute."""
+        if time.monotonic() >= self._again_at:
+            with contextlib.suppress(ServiceError):  # it is in the log, and in the answer to whoever asks
+                await self.full()
+
+    def _imported(self) -> ASGIApp:
+        importlib.invalidate_caches()  # what was installed since the last attempt counts
+        try:
+            return self._make_full()
+        except Exception as error:
+            self._again_at = time.monotonic() + _IMPORT_AGAIN_S
+            complaint = f"the daemon cannot import its HTTP application: {error}"
+            if complaint != self._complaint:
+                self._complaint = complaint
+                logger.error("unusable application python=%s error=%s", sys.executable, error)  # noqa: TRY400 - one line
+            hint = f"{sys.executable} -m pip install --force-reinstall 'kserve-jit[daemon]'; the daemon needs no restart"
+            raise ServiceError(complaint, hint=hint) from error
+
+    def _forget_failure(self, task: asyncio.Task[ASGIApp]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._full = None
 
 
 async def _now(plain: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-async def _settled(scope: Scope, answer: Awaitable[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    """HTTP status and JSON of an answer: an error has the one shape, and what was missed below is logged."""
+async def _settled(scope: Scope, answer: Awaitable[dict[str, Any]]) -> tuple[int, bytes]:
+    """HTTP status and content of an answer."""
     try:
-        return 200, await answer
-    except KserveError as error:
-        return error.http_status, {"error": error.to_wire()}
-    except Exception as error:  # the edge
-        logger.exception("failed method=%s path=%s", scope["method"], scope["path"])
-        return 500, {"error": KserveError(f"the daemon failed on {scope['method']} {scope['path']}: {error!r}").to_wire()}
+        return 200, _content(await answer)
+    except Exception as error:  # noqa: BLE001 - the edge
+        return _refused(scope, error)
 
 
-async def _reply(send: Send, status: int, plain: dict[str, Any]) -> None:
-    content = json.dumps(plain, separators=(",", ":")).encode()
+def _refused(scope: Scope, error: Exception) -> tuple[int, bytes]:
+    """An error has the one shape, and what was missed below is logged."""
+    if isinstance(error, KserveError):
+        return error.http_status, _content({"error": error.to_wire()})
+    logger.error("failed method=%s path=%s", scope["method"], scope["path"], exc_info=error)
+    return 500, _content({"error": KserveError(f"the daemon failed on {scope['method']} {scope['path']}: {error!r}").to_wire()})
+
+
+def _content(plain: dict[str, Any]) -> bytes:
+    return json.dumps(plain, separators=(",", ":")).encode()
+
+
+async def _reply(send: Send, status: int, content: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})
@@ -142,6 +207,12 @@ def uid_of(client: Any) -> int | None:
 def health() -> dict[str, Any]:
     """Alive, and which protocol it speaks."""
     return {"status": "ok", "protocol": protocol.PROTOCOL, "version": kserve.__version__, "pid": os.getpid()}
+
+
+def shut_down(stop: Callable[[], None]) -> dict[str, Any]:
+    """End the daemon, running builds included."""
+    stop()
+    return {"status": "stopping", "pid": os.getpid()}
 
 
 async def resolve(service: KernelService, content: bytes, *, uid: int | None) -> dict[str, Any]:

@@ -51,11 +51,7 @@ def read_resolve(content: bytes, *, may_alias: bool) -> ResolveRequest:
         may_alias: whether an alias is taken from this client: only from one that runs as the daemon's own user.
     Raises: RequestError naming the field that does not have the documented form.
     """
-    try:
-        plain = json.loads(content)
-    except (ValueError, RecursionError):
-        raise _refused("body", "JSON") from None
-    fields = _Fields("body", plain, ("protocol", "version", "client", "wait_s", "kernels"))
+    fields = _Fields("body", _json(content), ("protocol", "version", "client", "wait_s", "kernels"))
     kernels = fields.list("kernels", MOST_KERNELS)
     return ResolveRequest(
         protocol=fields.integer("protocol"),
@@ -64,6 +60,19 @@ def read_resolve(content: bytes, *, may_alias: bool) -> ResolveRequest:
         wait_s=fields.seconds("wait_s"),
         kernels=[_kernel(f"kernels.{position}", one, may_alias=may_alias) for position, one in enumerate(kernels)],
     )
+
+
+def check_object(content: bytes) -> None:
+    """Raises: RequestError for a body that is neither empty nor an object of JSON."""
+    if content and not isinstance(_json(content), dict | None):
+        raise _refused("body", "an object")
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise _refused("body", "JSON") from None
 
 
 def _kernel(place: str, plain: object, *, may_alias: bool) -> KernelRequest:

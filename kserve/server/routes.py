@@ -209,5 +209,4 @@ async def verify(
 @router.post(protocol.SHUTDOWN)
 async def shutdown(request: Request, _: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
     """End the daemon, running builds included."""
-    request.app.state.stop()
-    return {"status": "stopping", "pid": os.getpid()}
+    return hot.shut_down(request.app.state.stop)

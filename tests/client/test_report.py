@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from kserve.client.report import process_start, report
 from kserve.config import load_settings
 from tests.client.test_direct import TARGET, settle
 from tests.support.definitions import CUDA_SOURCE, write_cuda
+from tests.support.processes import REPOSITORY, python, wait_for
 from tests.support.processes import kserve as command
-from tests.support.processes import python
 
 pytestmark = pytest.mark.toolchain
 
@@ -109,3 +111,37 @@ def test_a_runtime_directory_that_takes_no_file_is_no_error(folder: Path):
 def test_a_pid_that_was_given_to_another_process_is_not_taken_for_it():
     assert process_start(os.getpid()).isdecimal()
     assert process_start(2**22 + 1) == ""
+
+
+NORMS = """
+import sys, torch
+from kserve.ops.group_norm import FastGroupNorm
+norm = FastGroupNorm(2, 4)
+for line in sys.stdin:
+    norm(torch.ones(1, 4, 2, 2, 2))
+"""
+
+
+def test_status_and_report_show_what_ops_were_served_by(own_place: Path):
+    """Written a second after it changed, by a process that has loaded no kernel."""
+    pytest.importorskip("torch")
+    assert command("up", "--detach").returncode == 0
+
+    def served() -> dict[str, dict]:
+        (plain,) = json.loads(command("status", "--json").stdout)["processes"] or [{"ops": {}}]
+        return plain["ops"].get("group_norm", {})
+
+    process = subprocess.Popen([sys.executable, "-c", NORMS], stdin=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    with process:
+        for n_calls in (1, 2):
+            process.stdin.write("again\n")
+            process.stdin.flush()
+            found = wait_for(lambda n_calls=n_calls: served().get("served") == {"pytorch": n_calls} and served(), deadline_s=60)
+        assert found["latch"] == "" and found["declines"] == {"FastGroupNorm": {"not_gpu": 1}}
+        assert found["last_declines"]["FastGroupNorm"] == {"reason": "not_gpu", "detail": "the input lies on cpu"}
+        line = (
+            f"ops of {process.pid} -c: group_norm: 2 pytorch; FastGroupNorm left to torch (1 not_gpu), last not_gpu: the input"
+        )
+        for shown in (command("status"), command("report")):
+            assert line in shown.stdout, shown.stdout + shown.stderr
+        process.stdin.close()

@@ -263,12 +263,32 @@ def test_report_says_who_served_and_is_printed_once(capsys, monkeypatch):
     assert capsys.readouterr().err == "Normed  kernels 2/3, torch 1/3\n"
 
 
-def test_declines_are_in_the_report_of_the_process():
+def test_what_ops_were_served_by_is_in_the_report_of_the_process():
     made, modules = ladder(), [torch.nn.Identity() for _ in range(2)]
+    made.call(call(modules[0]))
     for module in modules:
         made.call(call(module, unsupported=lambda: "too odd"))
-    assert report().to_json()["declines"][made.op] == {"Identity": {"unsupported": 2}}
-    assert f"{made.op} left to torch: Identity 2 unsupported" in str(report())
+    made.call(call(unsupported=lambda: "odder still"))
+    found = report().to_json()["ops"][made.op]
+    assert found["served"] == {"cuda": 1, "pytorch": 3} and found["latch"] == ""
+    assert found["declines"] == {"Identity": {"unsupported": 2}}
+    assert {label: last["detail"] for label, last in found["last_declines"].items()} == {
+        "Identity": "too odd",
+        f"{made.op}()": "odder still",
+    }
+    text = str(report())
+    assert (
+        f"{made.op}: 1 cuda, 3 pytorch" in text and "Identity left to torch (2 unsupported), last unsupported: too odd" in text
+    )
+
+
+def test_what_latched_is_in_the_report_too():
+    made = ladder()
+    with pytest.warns(RuntimeWarning):
+        made.call(call(Normed(made), kernel=failing(NotBuilt("no compiler"))))
+    found = report().to_json()["ops"][made.op]
+    assert found["latch"] == "no compiler" and found["last_declines"]["Normed"]["reason"] == "latched"
+    assert "latched: no compiler" in str(report())
 
 
 RANKS = """

@@ -63,7 +63,7 @@ def served() -> Iterator[Served]:
         stops: list[None] = []
         activity = Activity()
         full = create_app(service, activity, stop=lambda: stops.append(None))
-        hot = HotRoad(service, activity, lambda: full)
+        hot = HotRoad(service, activity, lambda: full, stop=lambda: stops.append(None))
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             """As in a daemon the hot road first; the test client alone speaks of a lifespan."""
