@@ -84,7 +84,9 @@ def layout_copies(run: Callable[[], object], *, device: str) -> list[str]:
     """
     run()
     on_gpu = torch.device(device).type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu], record_shapes=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu], record_shapes=True, acc_events=True
+    ) as profiler:
         run()
         if on_gpu:
             torch.cuda.synchronize()

@@ -47,7 +47,7 @@ int KSERVE_NAMED(kserve_norm_residual)(const float* x, const float* residual, co
 
 int KSERVE_NAMED(kserve_edge_features)(const float* x, const std::int64_t* edge_index, const float* edge_h, float* out,
                                        std::int64_t n_nodes, std::int64_t n_edges, void* stream) {
-  constexpr int ahead = 2, threads = 512;  // as the knobs are by default
+  constexpr int ahead = 1, threads = 256;  // as the knobs are by default
   constexpr int of_warp = ahead * (32 / KSERVE_EDGE_LANES) < 32 ? ahead * (32 / KSERVE_EDGE_LANES) : 32;
   edge_features<float, KSERVE_HIDDEN, KSERVE_EDGE_LANES, ahead, threads>
       <<<blocks(n_edges, threads / 32 * of_warp), threads, 0, static_cast<cudaStream_t>(stream)>>>(

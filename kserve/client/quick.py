@@ -82,6 +82,7 @@ def quick_source(contract: Contract) -> str:
     """
     params = [param for param in contract.params if param.kind != "scratch"]
     pointers = [param.name for param in params if param.kind == "pointer"]
+    addresses, none_is_null = _addresses(params, first=pointers[0] if pointers else "")
     packed = [f"_p_{param.name}" if param.kind == "pointer" else param.name for param in params]
     guards = [guard for param in params for guard in _guards(param, first=pointers[0] if pointers else "")]
     sizes = sizes_of(contract)
@@ -101,9 +102,8 @@ def quick_source(contract: Contract) -> str:
         f"        ({''.join(param.name + ', ' for param in params)}) = args",
         f"        _device = {pointers[0]}.get_device()" if pointers else "        _device = _current_device()",
         f"        if not ({' and '.join([*guards, '_device == _current_device()'])}): return _slow(args, stream, grid)",
-        *(f"        _p_{name} = {name}.data_ptr()" for name in pointers),
-        # A null pointer: no elements, or a tensor that has none of its own, such as a fake one.
-        f"        if not ({' and '.join(f'_p_{name}' for name in pointers) or 'True'}): return _slow(args, stream, grid)",
+        *addresses,
+        f"        if not ({none_is_null}): return _slow(args, stream, grid)",
         f"        _function = (_declared if {_fact_condition(params)} else _generic)[_device]",
         *(f"        {name} = {text}" for name, text in values.items()),
         f"        if not ({' and '.join(within) or 'True'}): return _slow(args, stream, grid)",
@@ -126,11 +126,28 @@ def _guards(param: Param, *, first: str) -> list[str]:
     if param.kind == "pointer":
         found = [f"{name}.dtype is _dtype_{name}"]
         found += [f"{name}.is_contiguous()"] if param.contiguous else []
-        return found + ([] if name == first else [f"{name}.get_device() == _device"])
+        found += [] if name == first else [f"{name}.get_device() == _device"]
+        return [f"({name} is None or ({' and '.join(found)}))"] if _may_be_none(param, first=first) else found
     if param.kind in ("struct", "tensor_map"):
         return [f"{name}.__class__ is bytes and len({name}) == {param.size_bytes}"]
     kind = "float" if param.kind.startswith("f") else "bool" if param.kind == "bool" else "int"
     return [f"{name}.__class__ is {kind}"]
+
+
+def _addresses(params: list[Param], *, first: str) -> tuple[list[str], str]:
+    """Lines that read the pointers, and the test that none is null: without elements, or without memory, as a fake tensor is."""
+    lines, tests = [], []
+    for param in params:
+        if param.kind == "pointer":
+            name, is_optional = param.name, _may_be_none(param, first=first)
+            lines.append(f"        _p_{name} = {f'0 if {name} is None else ' if is_optional else ''}{name}.data_ptr()")
+            tests.append(f"(_p_{name} or {name} is None)" if is_optional else f"_p_{name}")
+    return lines, " and ".join(tests) or "True"
+
+
+def _may_be_none(param: Param, *, first: str) -> bool:
+    """The first pointer says which device the launch is for: without it the slow road looks for one."""
+    return param.kind == "pointer" and param.nullable and param.name != first
 
 
 def _fact_condition(params: list[Param]) -> str:

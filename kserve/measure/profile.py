@@ -138,7 +138,7 @@ def _profile(run: Closure, device: str) -> list[Row]:
         run()
     wait()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device != "cpu" else [])]
-    with profile(activities=activities, profile_memory=True) as profiler:
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         run()
         wait()
     return _rows(profiler.key_averages(), "cpu" if device == "cpu" else "device")

@@ -68,11 +68,13 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+_NO_REGION = nullcontext()
+
+
 def region(label: str) -> AbstractContextManager[Any]:
     """A named region of torch's profiler, `<op>.<fwd|bwd>`: without one a compiled kernel belongs to nobody."""
-    from torch.autograd import profiler
-
-    return profiler.record_function(label) if profiler._is_profiler_enabled else nullcontext()  # noqa: SLF001 - torch's own flag
+    profiler = sys.modules["torch.autograd.profiler"]  # ops import torch, which imports it
+    return profiler.record_function(label) if profiler._is_profiler_enabled else _NO_REGION  # noqa: SLF001 - torch's own flag
 
 
 def check_shape(name: str, tensor: Any, shape: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from kserve.client.report import report
 from kserve.config import load_settings
@@ -34,6 +35,7 @@ from kserve.errors import (
 
 CUDA, COMPILED, PYTORCH = "cuda", "compiled", "pytorch"
 BACKENDS = (PYTORCH, COMPILED, CUDA)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What keeps a kernel from being there, as opposed to what is wrong with a call.
 _MISSING = (BuildError, LoadError, LockMismatch, ServiceError, StoreError)
 
@@ -59,6 +61,7 @@ class _State:
         self.is_strict = settings.strict
         self.given_up: dict[str, str] = {}
         self.served = _Served()
+        self.usual: dict[tuple[Any, ...], Any] = {}
 
 
 # Made when the first op is imported, not when it is called: a tracer can read a global, but not the environment.
@@ -97,6 +100,7 @@ def set_backend(name: str) -> str:
     state = _state()
     before, state.backend = state.backend, wanted
     state.given_up.clear()
+    state.usual.clear()
     return before
 
 
@@ -149,6 +153,7 @@ def serve(
             if state.is_strict:
                 raise
             state.given_up[op] = error.message
+            state.usual.clear()
             warnings.warn(f"{op} is served by its reference from now on: {error.message}", RuntimeWarning, stacklevel=3)
         else:
             state.served[op, CUDA] += 1
@@ -164,12 +169,40 @@ def _compiled(reference: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
+def usual(kind: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
+    """What `settle` was given for a call of this kind, where nothing about it is unusual; it then counts as served. Else None.
+
+    A front door checks, asks for the backend and looks for its kernel: 5 to 10 us of Python, more than the launch. A model
+    makes the same kind of call thousands of times, and what the first of its kind has settled need not be asked again. The
+    launcher still refuses another dtype, device or layout; shapes are the op's own matter.
+
+    Args:
+        kind:    the op, and all that decides what serves it, but for sizes that change from batch to batch.
+        tensors: dense and without a gradient to record, or the call is not usual.
+    """
+    if torch.compiler.is_compiling():  # first: what is traced may not look at what this process has seen
+        return None
+    state = _known or _state()
+    found = state.usual.get(kind)
+    if found is None or profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - as in `is_plain`
+        return None
+    records = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or not tensor.is_contiguous() or (records and tensor.requires_grad):
+            return None
+    state.served[kind[0], CUDA] += 1
+    return found
+
+
+def settle(kind: tuple[Any, ...], found: Any) -> None:
+    """Keep what serves calls of this kind, until another backend is chosen or a kernel is given up."""
+    _state().usual[kind] = found
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether an op can be run on the spot: it is not traced, and no mode or subclass has to see it."""
     return (
-        not torch.compiler.is_compiling()
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - no public name tells it
+        not torch.compiler.is_compiling() and type(tensor) in _PLAIN and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - no public name tells it
     )
 
 

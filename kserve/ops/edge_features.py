@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from kserve.client import get_kernel
+from kserve.client.launch import Kernel
 from kserve.errors import LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, check_no_gradient, is_plain, serve
+from kserve.ops.backend import CUDA, backend, check_no_gradient, is_plain, serve, settle, usual
 from kserve.ops.library import define
 
 WIDEST = 16384
@@ -40,6 +41,12 @@ def edge_features(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tenso
     Raises:   LaunchError for a tensor of the wrong shape, dtype, device or layout, or one that requires a gradient; with
               `strict` BuildError.
     """
+    if x.dim() == edge_h.dim() == edge_index.dim() == 2:
+        (n_nodes, hidden), (n_edges, width) = x.shape, edge_h.shape
+        if n_nodes and n_edges and width == hidden and edge_index.shape == (2, n_edges):
+            kernel = usual(("edge_features", hidden, x.dtype, x.device), (x, edge_index, edge_h))
+            if kernel is not None:
+                return _launch_on(kernel, x, edge_index, edge_h, sizes=(n_nodes, n_edges, hidden))
     _check(x, edge_index, edge_h)
     with region("edge_features.fwd"):
         if is_plain(x):
@@ -83,10 +90,17 @@ _op = define("edge_features(Tensor x, Tensor edge_index, Tensor edge_h) -> Tenso
 
 
 def _launch(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tensor) -> torch.Tensor:
-    n_edges, hidden = edge_h.shape
+    (n_nodes, hidden), n_edges = x.shape, edge_h.shape[0]
     kernel = get_kernel("fused_edge_features", dtype=_KERNEL_DTYPES[x.dtype], hidden=hidden)
-    out = x.new_empty((n_edges, 3 * hidden))
-    kernel(x, edge_index, edge_h, out, x.shape[0], n_edges)
+    out = _launch_on(kernel, x, edge_index, edge_h, sizes=(n_nodes, n_edges, hidden))
+    settle(("edge_features", hidden, x.dtype, x.device), kernel)
+    return out
+
+
+def _launch_on(kernel: Kernel, *tensors: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
+    n_nodes, n_edges, hidden = sizes
+    out: torch.Tensor = tensors[0].new_empty((n_edges, 3 * hidden))
+    kernel(*tensors, out, n_nodes, n_edges)
     return out
 
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kserve.client import get_kernel
+from kserve.client.launch import Kernel
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, is_plain, serve
+from kserve.ops.backend import CUDA, backend, is_plain, serve, settle, usual
 from kserve.ops.library import define
 
 _FEW_EDGES = 8192  # up to here one block is done before a second kernel would begin
@@ -56,6 +57,13 @@ def graph_norm_bce(
               pos_weight that requires a gradient; with `strict` BuildError.
     """
     call = Call(logits, target, edge_graph, n_graphs, pos_weight, deterministic)
+    n_edges = logits.numel()
+    fits = logits.shape == (n_edges,) and target.shape == (n_edges,) and edge_graph.shape == (n_edges,)
+    if fits and n_edges and deterministic and pos_weight is None and _is_count(n_graphs):
+        kind = ("graph_norm_bce", n_edges <= _FEW_EDGES, logits.dtype, logits.device)
+        kernels = usual(kind, (logits, target, edge_graph))
+        if kernels is not None:
+            return _launch_on(kernels, call)
     _check(call)
     with region("graph_norm_bce.fwd"):
         if backend() == CUDA:
@@ -168,16 +176,25 @@ _op = define(
 
 def _launch(*given: Any) -> torch.Tensor:
     call = Call(*given)
+    is_few = call.logits.numel() <= _FEW_EDGES
+    names = ("graph_norm_bce_few",) if is_few else ("graph_norm_bce_chunks", "graph_norm_bce_mean")
+    kernels = tuple(get_kernel(name) for name in names)
+    out = _launch_on(kernels, call)
+    settle(("graph_norm_bce", is_few, call.logits.dtype, call.logits.device), kernels)
+    return out
+
+
+def _launch_on(kernels: tuple[Kernel, ...], call: Call) -> torch.Tensor:
     n_edges, n_graphs = call.logits.shape[0], call.n_graphs
     chunk = chunk_of(n_edges)
     scratch = call.edge_graph.new_empty(scratch_words(n_edges, n_graphs, chunk))
     out = call.logits.new_empty(())
     edges = (call.logits, call.target, call.edge_graph, call.pos_weight)
-    if n_edges <= chunk:
-        get_kernel("graph_norm_bce_few")(*edges, scratch, out, n_edges, n_graphs)
+    if len(kernels) == 1:
+        kernels[0](*edges, scratch, out, n_edges, n_graphs)
     else:
-        get_kernel("graph_norm_bce_chunks")(*edges, scratch, n_edges, n_graphs, chunk)
-        get_kernel("graph_norm_bce_mean")(*edges, scratch, out, n_edges, n_graphs, -(-n_edges // chunk))
+        kernels[0](*edges, scratch, n_edges, n_graphs, chunk)
+        kernels[1](*edges, scratch, out, n_edges, n_graphs, -(-n_edges // chunk))
     return out
 
 
@@ -206,9 +223,13 @@ def _launch_atomic(*given: Any) -> torch.Tensor:
     return out
 
 
+def _is_count(n_graphs: object) -> bool:
+    return isinstance(n_graphs, int) and not isinstance(n_graphs, bool) and 1 <= n_graphs < 2**31
+
+
 def _check(call: Call) -> None:
     logits, n_graphs = call.logits, call.n_graphs
-    if isinstance(n_graphs, bool) or not isinstance(n_graphs, int) or not 1 <= n_graphs < 2**31:
+    if not _is_count(n_graphs):
         raise InvalidSpec(f"graph_norm_bce: n_graphs cannot be {n_graphs!r}", facts={"allowed": "1 to 2**31 - 1"})
     check_dtype("logits", logits, (torch.float32, torch.float64, torch.bfloat16, torch.float16))
     if logits.dim() != 1:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kserve.client import get_kernel
+from kserve.client.launch import Kernel
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, check_no_gradient, is_plain, serve
+from kserve.ops.backend import CUDA, backend, check_no_gradient, is_plain, serve, settle, usual
 from kserve.ops.library import define
 from kserve.ops.random import advance, random_state
 
@@ -63,6 +64,13 @@ def norm_residual(
               requires a gradient; with `strict` BuildError.
     """
     _check_options(dropout_p, eps=eps)
+    if gamma is not None and beta is not None and not (training and dropout_p > 0.0) and x.dim() == 2:
+        n, hidden = x.shape
+        is_float32 = gamma.dtype is torch.float32 and beta.dtype is torch.float32  # as the kernel reads them
+        if n and is_float32 and residual.shape == (n, hidden) and gamma.shape == (hidden,) and beta.shape == (hidden,):
+            kernel = usual(("norm_residual", hidden, x.dtype, x.device), (x, residual, gamma, beta))
+            if kernel is not None:
+                return _launch_on(kernel, (x, residual, gamma, beta), n, eps)
     _check_tensors(x, residual, gamma, beta)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -156,14 +164,22 @@ def _launch(*given: Any) -> torch.Tensor:
     call = Call(*given)
     x, dtype = call.x, _KERNEL_DTYPES[call.x.dtype]
     n, hidden = x.shape
+    tensors = (x, call.residual, _affine(call.gamma, 1.0, x), _affine(call.beta, 0.0, x))
+    if call.dropout_p == 0.0:
+        kernel = get_kernel("fused_norm_residual", dtype=dtype, hidden=hidden, training=False)
+        out = _launch_on(kernel, tensors, n, call.eps)
+        settle(("norm_residual", hidden, x.dtype, x.device), kernel)
+        return out
     out = torch.empty_like(x)
-    tensors = (x, call.residual, _affine(call.gamma, 1.0, x), _affine(call.beta, 0.0, x), out)
-    if call.dropout_p > 0.0:
-        kernel = get_kernel("fused_norm_residual_dropout", dtype=dtype, hidden=hidden)
-        kernel(*tensors, random_state(x.device), n, call.eps, call.dropout_p)
-        advance(x.device, -(-n * hidden // 4))
-    else:
-        get_kernel("fused_norm_residual", dtype=dtype, hidden=hidden, training=False)(*tensors, n, call.eps)
+    kernel = get_kernel("fused_norm_residual_dropout", dtype=dtype, hidden=hidden)
+    kernel(*tensors, out, random_state(x.device), n, call.eps, call.dropout_p)
+    advance(x.device, -(-n * hidden // 4))
+    return out
+
+
+def _launch_on(kernel: Kernel, tensors: tuple[torch.Tensor, ...], n: int, eps: float) -> torch.Tensor:
+    out = torch.empty_like(tensors[0])
+    kernel(*tensors, out, n, eps)
     return out
 
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from kserve.client import get_kernel
+from kserve.client.launch import Kernel
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, is_plain, serve
+from kserve.ops.backend import CUDA, backend, is_plain, serve, settle, usual
 from kserve.ops.circle import ACTIVATIONS, Bases, bases, checked_n_grid, default_n_grid, reference, reference_gradient
 from kserve.ops.library import define
 
@@ -76,6 +77,10 @@ def realspace(
     Traffic:  forward 4, backward 6 times n_e F n_ang * itemsize bytes, and twice the size of each operand that is copied.
     Raises:   InvalidSpec for an option; LaunchError for a tensor of the wrong shape, dtype or device; with `strict` BuildError.
     """
+    if activation == "silu" and basis is None and a_cos.dim() == 3 and a_sin.shape == a_cos.shape and a_cos.numel():
+        kernel = usual(("realspace", a_cos.size(2), n_grid, type(n_grid), a_cos.dtype, a_cos.device), (a_cos, a_sin))
+        if kernel is not None and not (a_cos.is_neg() or a_sin.is_neg()):
+            return _launch_on(kernel, a_cos, a_sin)
     n_grid = _check(a_cos, a_sin, n_grid, activation=activation, basis=basis)
     with region("realspace.fwd"):
         reason = reason_for_reference(a_cos, a_sin, n_grid, activation, basis=basis)
@@ -203,14 +208,28 @@ def _launch(operands: tuple[torch.Tensor, ...], basis: Bases | None, n_grid: int
     grid = 0 if n_grid == default_n_grid(n_ang) else n_grid
     name = form.forward if len(operands) == 2 else form.backward
     kernel = get_kernel(name, dtype=_KERNEL_DTYPES[operands[-1].dtype], n_ang=n_ang, n_grid=grid)
-    results = tuple(torch.empty(operands[-1].shape, dtype=operands[-1].dtype, device=operands[-1].device) for _ in range(2))
+    if len(operands) == 2 and not form.any_basis:
+        for asked in (n_grid, *(() if grid else (None,))):  # as a caller may write it
+            settle(("realspace", n_ang, asked, type(asked), operands[-1].dtype, operands[-1].device), kernel)
+    results = _results(operands[-1])
     if form.any_basis:
         constants = _standard_bases(n_ang, n_grid, operands[-1].device) if basis is None else basis
         kernel(*(_dense(operand) for operand in operands), *constants, *results, n_e * n_features)
     else:
         readable = [_readable(operand) for operand in operands]
         kernel(*readable, *results, n_e * n_features, *(_order_stride(operand) for operand in readable))
-    return _pair(results)
+    return results
+
+
+def _launch_on(kernel: Kernel, a_cos: torch.Tensor, a_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forwards, both operands row by row."""
+    results = torch.empty_like(a_cos), torch.empty_like(a_cos)
+    kernel(a_cos, a_sin, *results, a_cos.shape[0] * a_cos.shape[1], 0, 0)
+    return results
+
+
+def _results(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return like.new_empty(like.shape), like.new_empty(like.shape)
 
 
 def _order_stride(tensor: torch.Tensor) -> int | None:

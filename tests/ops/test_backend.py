@@ -6,12 +6,13 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from kserve.config import load_settings
 from kserve.errors import BuildError, InvalidSpec, LaunchError, NotBuilt, RequestError, UnsupportedTarget
 from kserve.ops import backend as current
 from kserve.ops import edge_features, given_up, served, set_backend
-from kserve.ops.backend import forget, serve
+from kserve.ops.backend import forget, serve, settle, usual
 from tests.support.processes import python
 
 X = torch.ones(3)
@@ -45,6 +46,47 @@ def test_a_backend_can_be_chosen_in_any_case_and_says_what_it_replaces():
     assert set_backend("compiled") == "pytorch"
     assert torch.equal(call(missing), X + 1)
     assert served() == {"op": {"compiled": 1, "pytorch": 1}}
+
+
+def asked(*tensors: torch.Tensor, kind: str = "kind") -> object:
+    return usual(("op", kind, 3), tensors)
+
+
+def test_a_usual_call_gets_what_the_first_of_its_kind_has_settled():
+    assert asked(X) is None and served() == {}
+    settle(("op", "kind", 3), "kernel")
+    assert asked(X, X) == "kernel" and asked(torch.nn.Parameter(X, requires_grad=False)) == "kernel"
+    assert served() == {"op": {"cuda": 2}}
+    assert asked(X, kind="another") is None
+
+
+def test_what_is_unusual_takes_the_long_road():
+    settle(("op", "kind", 3), "kernel")
+    needs_gradient = X.clone().requires_grad_()
+    for tensor in (needs_gradient, torch.ones(4, 2).t(), "text"):
+        assert asked(X, tensor) is None
+    with torch.no_grad():
+        assert asked(X, needs_gradient) == "kernel"
+    with FakeTensorMode():
+        assert asked(X) is None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert asked(X) is None, "its region would be missing"
+    seen = []
+    torch.compile(lambda x: seen.append(asked(x)) or x + 1, backend="eager")(X)
+    assert seen == [None]
+    assert served() == {"op": {"cuda": 1}}
+
+
+def give_up() -> None:
+    with pytest.warns(RuntimeWarning):
+        call(missing)
+
+
+@pytest.mark.parametrize("end", [lambda: set_backend("cuda"), forget, give_up])
+def test_what_was_settled_is_forgotten_when_it_may_no_longer_hold(end):
+    settle(("op", "kind", 3), "kernel")
+    end()
+    assert asked(X) is None
 
 
 @pytest.mark.parametrize("name", ["triton", "", None])
