@@ -135,7 +135,7 @@ def _guards(param: Param, *, first: str) -> list[str]:
 
 
 def _addresses(params: list[Param], *, first: str) -> tuple[list[str], str]:
-    """Lines that read the pointers, and the test that none is null: without elements, or without memory, as a fake tensor is."""
+    """Lines that read the pointers, and the test that none is null: without elements, or memory of its own, as a fake one."""
     lines, tests = [], []
     for param in params:
         if param.kind == "pointer":
