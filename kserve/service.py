@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kserve.artifact import Manifest
-from kserve.build.fingerprints import Fingerprints
+from kserve.build.fingerprints import Fingerprints, own_environment
 from kserve.build.includes import Includes, MissingIncludes, as_built, is_made_of
 from kserve.build.lease import Lease, Leases
 from kserve.build.plan import Plan, contract_of
@@ -20,7 +20,7 @@ from kserve.build.pool import Environment, Pool
 from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Scratch, Staging
 from kserve.build.units import Units
-from kserve.config import Settings, environment_of_process
+from kserve.config import Settings
 from kserve.errors import (
     BuildError,
     DaemonEnding,
@@ -256,10 +256,13 @@ class KernelService:
         return dict(Counter(self.upkeep.index.counters()) + (self.counters - self._counted))
 
     async def prewarm(self) -> None:
-        """Load the compilers that this store's kernels were last built with, before one is needed: Triton takes 2 s."""
+        """Load the compilers that this store's kernels were last built with, before one is needed: Triton takes 2 s.
+
+        For a store without kernels it is NVRTC, which takes a tenth of that and little memory.
+        """
         if not self.settings.prewarm:
             return
-        for language, environment in self.fingerprints.last_used():
+        for language, environment in self.fingerprints.last_used() or [("cuda", own_environment(self.settings))]:
             with contextlib.suppress(KserveError):  # whoever needs it is told
                 await self.pool.worker(language, environment)
 
@@ -308,9 +311,7 @@ class KernelService:
             raise
 
     def _environments(self, language: str, files: str) -> list[Environment]:
-        own = environment_of_process(self.settings)
-        ours = Environment(own["python"], tuple(own["python_path"]), cuda_home=own["cuda_home"])
-        return [*dict.fromkeys([ours, *self.fingerprints.environments(language, files)])]
+        return [*dict.fromkeys([own_environment(self.settings), *self.fingerprints.environments(language, files)])]
 
     async def close(self) -> None:
         """End every build and every worker; start none any more."""

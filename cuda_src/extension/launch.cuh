@@ -21,10 +21,6 @@
 #define KSERVE_ALIGN_LABELS KSERVE_ALIGN
 #define KSERVE_ALIGN_EDGE_GRAPH KSERVE_ALIGN
 
-// These are plain C, which no namespace keeps apart.
-#define bce_atomic KSERVE_NAMED(bce_atomic)
-#define bce_atomic_mean KSERVE_NAMED(bce_atomic_mean)
-
 namespace {
 
 #include <kserve/edge_features.cuh>

@@ -16,6 +16,7 @@ from typing import Any
 
 from kserve.alias import is_as_it_was
 from kserve.build.pool import Environment, Pool
+from kserve.config import Settings, environment_of_process
 from kserve.errors import ProtocolMismatch
 from kserve.key import canonical_json, digest_of
 from kserve.toolchain.base import Fingerprint
@@ -129,3 +130,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def _digest(known: dict[str, dict[str, Any]]) -> str:
     return digest_of(canonical_json(known).encode())
+
+
+def own_environment(settings: Settings) -> Environment:
+    """That of this process."""
+    own = environment_of_process(settings)
+    return Environment(own["python"], tuple(own["python_path"]), cuda_home=own["cuda_home"])

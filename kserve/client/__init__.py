@@ -70,13 +70,17 @@ def get_kernels(
     Returns:
         Kernels, in the same order. Raises as `get_kernel`, for the first one that fails.
     """
+    try:
+        device = target or driver().current_device()
+        places: list[Any] = [(name, None, device, *spec.items()) for name, spec in wanted]
+        known = [_memo.get(place) for place in places]
+    except (TypeError, LoadError):  # as in `get_kernel`
+        return _resolve(wanted, target, timeout_s)
+    types = [[*map(type, spec.values())] for _, spec in wanted]
+    if all(found is not None and found[1] == types[position] for position, found in enumerate(known)):
+        return [found[0] for found in known if found is not None]
     kernels = _resolve(wanted, target, timeout_s)
-    for (name, spec), kernel in zip(wanted, kernels, strict=True):
-        try:
-            place = (name, None, target or driver().current_device(), *spec.items())
-            _memo[place] = (kernel.as_memo(), [*map(type, spec.values())])
-        except (TypeError, LoadError):
-            continue
+    _memo.update((place, (kernel.as_memo(), of)) for place, kernel, of in zip(places, kernels, types, strict=True))
     return kernels
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kserve.client import get_kernel
+from kserve.client import get_kernel, get_kernels
 from kserve.client.launch import Kernel
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
@@ -178,7 +178,7 @@ def _launch(*given: Any) -> torch.Tensor:
     call = Call(*given)
     is_few = call.logits.numel() <= _FEW_EDGES
     names = ("graph_norm_bce_few",) if is_few else ("graph_norm_bce_chunks", "graph_norm_bce_mean")
-    kernels = tuple(get_kernel(name) for name in names)
+    kernels = tuple(get_kernels([(name, {}) for name in names]))  # built at the same time
     out = _launch_on(kernels, call)
     settle(("graph_norm_bce", is_few, call.logits.dtype, call.logits.device), kernels)
     return out

@@ -136,6 +136,18 @@ def test_it_does_not_end_while_a_toolchain_loads(root: Path):
         assert "variants" in answer, answer
 
 
+@pytest.mark.toolchain
+@pytest.mark.parametrize(("prewarm", "loaded"), [("1", ["cuda"]), ("0", [])])
+def test_a_daemon_over_an_empty_store_loads_nvrtc_before_it_is_asked(root: Path, prewarm: str, loaded: list[str]):
+    with daemon(root, KSERVE_PREWARM=prewarm) as found:
+        wait_for(lambda: [worker["language"] for worker in found.call("GET", protocol.STATUS)["workers"]] == loaded)
+        pid = {worker["pid"] for worker in found.call("GET", protocol.STATUS)["workers"]}
+        with contextlib.closing(found.connection()) as connection:
+            ask(connection, found.settings, "scale")
+        (after,) = found.call("GET", protocol.STATUS)["workers"]
+        assert not pid or pid == {after["pid"]}, "the first build takes that worker"
+
+
 def test_up_detach_returns_with_the_callers_pipes_closed(root: Path):
     began = time.monotonic()
     first = kserve("up", "--detach", "--idle", "30")  # captures its output: a pipe left open would hold it

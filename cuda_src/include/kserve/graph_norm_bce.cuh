@@ -226,7 +226,8 @@ __global__ void __launch_bounds__(Threads)
 }
 
 // Edges in any order: lanes with neighbours of the same graph add up first, and the last of each such stretch adds to memory.
-extern "C" __global__ void __launch_bounds__(256)
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
     bce_atomic(const float* __restrict__ logits, const float* __restrict__ labels, const long long* __restrict__ edge_graph,
                const float* __restrict__ pos_weight, float* __restrict__ sums, int* __restrict__ counts, long long n_edges,
                long long n_graphs) {
@@ -252,13 +253,13 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    bce_atomic_mean(const float* __restrict__ sums, const int* __restrict__ counts, float* __restrict__ out,
-                    long long n_graphs) {
+template <int Threads>
+__global__ void __launch_bounds__(Threads) bce_atomic_mean(const float* __restrict__ sums, const int* __restrict__ counts,
+                                                           float* __restrict__ out, long long n_graphs) {
   double sum = 0;
   for (long long g = threadIdx.x; g < n_graphs; g += blockDim.x) {
     if (counts[g] > 0) sum += static_cast<double>(sums[g]) / counts[g];
   }
-  sum = bce::block_sum<1024>(sum);
+  sum = bce::block_sum<Threads>(sum);
   if (threadIdx.x == 0) *out = static_cast<float>(sum / static_cast<double>(n_graphs));
 }
