@@ -93,7 +93,10 @@ def main() -> int:
     name = machine(device)["device"].replace(" ", "-").lower()
     stem = arguments.out / f"ops-{name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
     for workload in wanted:
-        measured, without = run(workload, arguments, instrument=instrument, device=device, ceilings=ceilings)
+        baselines = arguments.baseline if with_baselines(workload, arguments.baselines_on) else []
+        measured, without = run(
+            workload, arguments, baselines=baselines, instrument=instrument, device=device, ceilings=ceilings
+        )
         rows += measured
         refused += without
         print("\n".join(lines(measured, without)), flush=True)
@@ -110,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--direction", action="append", choices=("fwd", "bwd"), help="both where the op has both")
     parser.add_argument("--dtype", action="append", metavar="DTYPE", help="or `first`, the one each op is judged by; all")
     parser.add_argument("--baseline", default="eager,compile,vendor", help="any of eager, compile, vendor, or none")
+    parser.add_argument("--baselines-on", type=int, metavar="N", help="only on the first N shapes of an op; on all of them")
     parser.add_argument("--flush", action="store_true", help="empty the last-level cache before each call")
     parser.add_argument("--budget-s", type=float, default=20.0, help="soft limit for one workload")
     parser.add_argument("--rounds", type=int, help="exactly so many, whatever the intervals")
@@ -133,6 +137,11 @@ def every_workload(arguments: argparse.Namespace) -> Iterator[Workload]:
                     yield workloads.workload(op, sizes, direction=direction, dtype=dtype)
 
 
+def with_baselines(workload: Workload, most: int | None) -> bool:
+    """Whether it is among the shapes the op is judged by, which come first."""
+    return most is None or workload.sizes in [dict(sizes) for sizes in workloads.sizes_of(workload.op)[:most]]
+
+
 def parsed_sizes(text: str) -> dict[str, int]:
     pairs = [part.split("=") for part in text.split(",")]
     if not all(len(pair) == 2 and pair[1].isdigit() for pair in pairs):
@@ -141,7 +150,13 @@ def parsed_sizes(text: str) -> dict[str, int]:
 
 
 def run(
-    workload: Workload, arguments: argparse.Namespace, *, instrument: Instrument, device: str, ceilings: Ceilings
+    workload: Workload,
+    arguments: argparse.Namespace,
+    *,
+    baselines: list[str],
+    instrument: Instrument,
+    device: str,
+    ceilings: Ceilings,
 ) -> tuple[list[Row], list[Refused]]:
     """Check, then time; no number for an op that is wrong."""
     identity = (workload.op, workload.direction, workload.shape, workload.dtype)
@@ -150,7 +165,7 @@ def run(
         return [], [Refused(*identity, OURS, str(verdict))]
     with instrument.active():
         inputs = workload.make(device, arguments.seed + 1)
-        functions, absent = arms_of(workload, arguments.baseline)
+        functions, absent = arms_of(workload, baselines)
         calls = {}
         for name, function in functions.items():
             try:

@@ -56,14 +56,14 @@ def graph_norm_bce(
     Raises:   InvalidSpec for n_graphs; LaunchError for a tensor of the wrong shape, dtype, device or layout, or a target or
               pos_weight that requires a gradient; with `strict` BuildError.
     """
-    call = Call(logits, target, edge_graph, n_graphs, pos_weight, deterministic)
     n_edges = logits.numel()
     fits = logits.shape == (n_edges,) and target.shape == (n_edges,) and edge_graph.shape == (n_edges,)
     if fits and n_edges and deterministic and pos_weight is None and _is_count(n_graphs):
         kind = ("graph_norm_bce", n_edges <= _FEW_EDGES, logits.dtype, logits.device)
         kernels = usual(kind, (logits, target, edge_graph))
         if kernels is not None:
-            return _launch_on(kernels, call)
+            return _launch_on(kernels, (logits, target, edge_graph, pos_weight), n_graphs)
+    call = Call(logits, target, edge_graph, n_graphs, pos_weight, deterministic)
     _check(call)
     with region("graph_norm_bce.fwd"):
         if backend() == CUDA:
@@ -179,17 +179,18 @@ def _launch(*given: Any) -> torch.Tensor:
     is_few = call.logits.numel() <= _FEW_EDGES
     names = ("graph_norm_bce_few",) if is_few else ("graph_norm_bce_chunks", "graph_norm_bce_mean")
     kernels = tuple(get_kernels([(name, {}) for name in names]))  # built at the same time
-    out = _launch_on(kernels, call)
+    out = _launch_on(kernels, (*call[:3], call.pos_weight), call.n_graphs)
     settle(("graph_norm_bce", is_few, call.logits.dtype, call.logits.device), kernels)
     return out
 
 
-def _launch_on(kernels: tuple[Kernel, ...], call: Call) -> torch.Tensor:
-    n_edges, n_graphs = call.logits.shape[0], call.n_graphs
+def _launch_on(kernels: tuple[Kernel, ...], edges: tuple[torch.Tensor | None, ...], n_graphs: int) -> torch.Tensor:
+    logits, _, edge_graph, _ = edges
+    assert logits is not None and edge_graph is not None
+    n_edges = logits.shape[0]
     chunk = chunk_of(n_edges)
-    scratch = call.edge_graph.new_empty(scratch_words(n_edges, n_graphs, chunk))
-    out = call.logits.new_empty(())
-    edges = (call.logits, call.target, call.edge_graph, call.pos_weight)
+    scratch = edge_graph.new_empty(scratch_words(n_edges, n_graphs, chunk))
+    out: torch.Tensor = logits.new_empty(())
     if len(kernels) == 1:
         kernels[0](*edges, scratch, out, n_edges, n_graphs)
     else:

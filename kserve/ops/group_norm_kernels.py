@@ -221,7 +221,14 @@ def _affine(weight: Parameter, bias: Parameter) -> tuple[list[Parameter], str]:
     """Both contiguous and of one dtype, and its name."""
     dtypes = {parameter.dtype for parameter in (weight, bias) if parameter is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    return [None if p is None else p.detach().to(dtype).contiguous() for p in (weight, bias)], KERNEL_DTYPES[dtype]
+    return [_readable(parameter, dtype) for parameter in (weight, bias)], KERNEL_DTYPES[dtype]
+
+
+def _readable(parameter: Parameter, dtype: torch.dtype) -> Parameter:
+    """As a kernel reads it. Conversions that do nothing cost a call 5 us."""
+    if parameter is None or (parameter.dtype is dtype and parameter.is_contiguous() and not parameter.is_neg()):
+        return parameter
+    return parameter.detach().to(dtype).contiguous()
 
 
 def _as(gradient: torch.Tensor, like: Parameter) -> torch.Tensor:

@@ -148,6 +148,18 @@ def test_the_dtype_an_op_is_judged_by(monkeypatch, tmp_path, capsys):
     assert [(row["op"], row["dtype"]) for row in written["rows"]] == [("realspace", "float32"), ("group_norm", "bfloat16")]
 
 
+def test_baselines_may_be_left_to_the_first_shapes(monkeypatch, tmp_path):
+    first, second = {**SMALL["norm_residual"]}, {**SMALL["norm_residual"], "n": 3}
+    monkeypatch.setattr(workloads, "sizes_of", lambda op: [first, second])
+    assert bench(monkeypatch, tmp_path, "--op", "norm_residual", "--baseline", "eager", "--baselines-on", "1") == 0
+    written = json.loads(next(tmp_path.glob("ops-cpu-*.json")).read_text())
+    assert [(row["arm"], row["shape"][:3]) for row in written["rows"]] == [
+        ("kserve", "n=7"),
+        ("eager", "n=7"),
+        ("kserve", "n=3"),
+    ]
+
+
 def test_an_op_that_is_wrong_has_no_number(monkeypatch, tmp_path, capsys):
     right = small("norm_residual")
     monkeypatch.setattr(run.workloads, "workload", lambda *_, **__: right._replace(served=lambda x, *_: x))

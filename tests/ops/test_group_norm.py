@@ -339,8 +339,11 @@ def test_compiles_without_spills_with_wide_accesses_and_two_blocks_at_once(name,
     code = device_code(name, tmp_path, arch=arch, relu=True, **spec)
     assert code.resources["spill_bytes"] == code.resources["stack_bytes"] == 0
     assert code.mix["atomics"] == code.mix["local_loads"] == 0
-    assert code.mix["global_loads_128"] >= 3
-    assert name.endswith(("stats", "sums")) or code.mix["global_stores_128"] >= 3
+    # As many as are under way at once, and one for the voxels that are left over; alone there are none of these.
+    ahead, tensors = {"group_norm_bwd_apply": (1, 2), "group_norm_bwd_sums": (2, 2)}.get(name, (4, 1))
+    at_once = ahead + (ahead > 1)
+    assert code.mix["global_loads_128"] >= tensors * at_once
+    assert name.endswith(("stats", "sums")) or code.mix["global_stores_128"] >= at_once
     if spec.get("channels") is None:
         assert code.resources["registers"] <= 64 and code.resources["shared_bytes"] <= 48 << 10
 
