@@ -51,14 +51,12 @@ class Job:
         return self.marks[name]
 
     def read_binaries(self) -> None:
-        """What kserve built for each wish, and the one source with its header in it (cuda.core keys no include directory)."""
+        """What kserve built for each wish, and the one source with its headers in it (cuda.core keys no include directory)."""
         import json
 
         self._binaries = json.loads(_text(f"{self.place}/binaries.json"))
         folder = f"{self.repository}/cuda_src"
-        header = _text(f"{folder}/include/kserve/access.cuh").replace("#pragma once", "")
-        source = _text(f"{folder}/norm_residual/norm_residual.cu")
-        self.norm_source = source.replace("#include <kserve/access.cuh>", header)
+        self.norm_source = inlined(_text(f"{folder}/norm_residual/norm_residual.cu"), f"{folder}/include", set())
 
     def fact(self, wish: Any) -> Any:
         return self._binaries[workloads.variant(wish.name, wish.spec)]
@@ -66,6 +64,20 @@ class Job:
     @property
     def arch(self) -> str:
         return str(self.fact(workloads.Norm())["arch"])
+
+
+def inlined(source: str, folder: str, seen: set[str]) -> str:
+    """The source with each header of `folder` that it includes in its place, once."""
+    lines = []
+    for line in source.splitlines():
+        if line.startswith("#include <kserve/"):
+            name = line.partition("<")[2].partition(">")[0]
+            if name not in seen:
+                seen.add(name)
+                lines.append(inlined(_text(f"{folder}/{name}"), folder, seen).replace("#pragma once", ""))
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _text(path: str) -> str:

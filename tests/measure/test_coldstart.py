@@ -164,6 +164,26 @@ def test_what_a_kernel_has_to_give_agrees_with_its_reference():
     assert norm.error(torch) <= workloads.BAR and real.error(torch) <= workloads.BAR
 
 
+@pytest.mark.toolchain
+def test_the_one_source_of_other_compilers_needs_no_include_directory():
+    """CuPy and cuda.core get it as one text, with the macros and the expression that their arms use."""
+    code = """
+import sys
+import child, providers
+from cuda.bindings import nvrtc
+source = child.inlined(open(f"{sys.argv[1]}/norm_residual/norm_residual.cu").read(), f"{sys.argv[1]}/include", set())
+_, program = nvrtc.nvrtcCreateProgram(source.encode(), b"norm.cu", 0, [], [])
+job = type("Job", (), {"fact": lambda self, wish: {"constants": {"hidden": 128, "lanes": 32, "groups": 8, "rows": 2}}})()
+nvrtc.nvrtcAddNameExpression(program, providers._expression(job, None).encode())
+macros = [f"-D{name}={value}".encode() for name, value in providers.ALIGNED.items()]
+print(nvrtc.nvrtcCompileProgram(program, 2 + len(macros), [b"-arch=sm_90", b"--std=c++17", *macros])[0].name)
+"""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    command = [sys.executable, "-c", code, str(REPOSITORY / "cuda_src")]
+    done = subprocess.run(command, cwd=REPOSITORY / "benchmarks" / "cold", capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "NVRTC_SUCCESS", done.stdout + done.stderr
+
+
 def test_all_wishes_of_one_process_are_different():
     for kernel in (workloads.Norm.name, R):
         wishes = workloads.Wishes(kernel, n_further=workloads.MOST_FURTHER).all()
