@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kserve.artifact import COMPACT_FORM
 from kserve.key import canonical_json, digest_of, sealed, unsealed
 
-ALIAS_SCHEMA = 2
+ALIAS_SCHEMA = 3
 # More files than this around one kernel: stamping them costs more than asking.
 _MOST_STAMPS = 2000
 # File systems count time in ticks of up to 10 ms: a file younger than this may change again under the same stamp.
@@ -42,10 +42,12 @@ class Signpost(NamedTuple):
 
 
 class Alias(NamedTuple):
-    """What a request gave. A kernel with knobs has one alias that is a signpost, and an answer for each choice of values.
+    """What a request gave. A kernel with knobs has one alias that is a signpost, with the answer for the values that knobs have
+    by default, and one more for each choice of other values.
 
     Fields:
-        variants:  their manifests in short (`artifact.compact`), the declared facts first; none at a signpost.
+        variants:  their manifests in short (`artifact.compact`), the declared facts first; none at a signpost whose defaults
+                   nobody has asked for.
         language:  of the kernel; `version` of the compiler that a process which imported another one must not use.
         toolchain: digest of the record with the stamps of the compiler's own files.
         stamps:    of everything the answer was read from.

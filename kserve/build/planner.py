@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kserve.alias import Alias, Signpost, Stamps, answer_digest
+from kserve.alias import Alias, Signpost, Stamps, alias_from_bytes, answer_digest
 from kserve.artifact import Manifest, compact
 from kserve.build.extension_job import Outside
 from kserve.build.fingerprints import Fingerprints
@@ -14,7 +15,7 @@ from kserve.build.plan import Debug, Plan, plan_builds, plan_extension
 from kserve.build.pool import Environment
 from kserve.build.tuned import NO_WISH, KnobWish, Tunings, base_of
 from kserve.definition import KernelDef
-from kserve.errors import BuildError, InvalidDefinition, UnknownKernel, closest
+from kserve.errors import BuildError, InvalidDefinition, StoreError, UnknownKernel, closest
 from kserve.kernel_toml import read_definition
 from kserve.key import canonical_json, digest_of
 from kserve.knobs import shown
@@ -133,11 +134,23 @@ class Planner:
         name, records = request.alias.request, {}
         if plan.knobs:
             signpost = Signpost(plan.choice.base, request.alias.variables, plan.entry.size_names)
-            records[name] = answer._replace(signpost=signpost)
-            answer, name = answer._replace(behind=name), answer_digest(name, plan.choice.values)
+            here = answer._replace(signpost=signpost)
+            if plan.choice.values:
+                records[name] = self._known(name, like=here) or here
+                answer, name = answer._replace(behind=name), answer_digest(name, plan.choice.values)
+            else:
+                answer = here
         records[name] = answer._replace(variants=[compact(manifest) for manifest in variants])
         for one, alias in records.items():
             await self._keep(one, alias, toolchain)
+
+    def _known(self, name: str, *, like: Alias) -> Alias | None:
+        """The signpost that lies there, which says the same and has the answer for the defaults besides."""
+        content = None
+        with contextlib.suppress(StoreError):  # a bad record there is written anew
+            content = self._artifacts.files.get(f"alias/{name}")
+        found = None if content is None else alias_from_bytes(content)
+        return found if found is not None and found._replace(variants=[]) == like else None
 
     async def _keep(self, name: str, alias: Alias, toolchain: bytes) -> None:
         """Write an alias, unless it lies there as it is."""

@@ -274,7 +274,10 @@ def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> tu
         values, chosen_by = values_at(alias.signpost, wish, here.variables, here.read)
         if values is None:
             raise _Doubt(chosen_by)
-        alias = _alias(here, answer_digest(request, values), seen, roots)
+        if values:
+            alias = _alias(here, answer_digest(request, values), seen, roots)
+        elif not alias.variants:
+            raise _Doubt("it is the first such request to this store")
     return [_held(here, found) for found in alias.variants], chosen_by
 
 

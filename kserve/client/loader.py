@@ -46,6 +46,7 @@ class Driver:
         self._current = self.quick.cuCtxGetDevice
         self._primaries: dict[int, c_void_p] = {}
         self._attributes: dict[tuple[int, int], int] = {}
+        self._kinds: dict[int, Device] = {}
         self.pid = os.getpid()
         self.check(self.slow.cuInit(0), "initialise the driver")
         version = c_int()
@@ -106,13 +107,18 @@ class Driver:
 
     def kind_of(self, device: int) -> Device:
         """What makes this device one kind with others. A MIG instance says its profile at the end of its name."""
+        known: Device | None = self._kinds.get(device)
+        if known is not None:
+            return known
         from kserve.tuning import Device
 
         text = ctypes.create_string_buffer(256)
         self.check(self.slow.cuDeviceGetName(text, len(text), device), f"ask CUDA device {device}")
         name = text.value.decode(errors="replace")
         profile = name.partition(" MIG ")[2]
-        return Device(name, self._attribute(device, _SM_COUNT), self._attribute(device, _L2_BYTES), profile)
+        found = Device(name, self._attribute(device, _SM_COUNT), self._attribute(device, _L2_BYTES), profile)
+        self._kinds[device] = found
+        return found
 
     def synchronize(self) -> None:
         """Wait for all that the current context was given. Raises: LoadError for what went wrong in it."""

@@ -119,7 +119,7 @@ class Collector:
             alias = alias_from_bytes(self._read_quietly(name))
             if alias is None or not all(self._files.stamp(f"manifest/{variant[0]}") for variant in alias.variants):
                 gone.append(name)
-            elif alias.signpost:
+            elif alias.signpost and not alias.variants:
                 signposts.append(name)
             else:
                 used.add(f"alias/{alias.behind}")

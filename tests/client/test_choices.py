@@ -121,6 +121,23 @@ def test_without_a_daemon_each_client_gets_its_own_choice(folder: Path, no_daemo
         again()
 
 
+def test_the_defaults_are_one_alias_whoever_asked_first(folder: Path, no_daemon, monkeypatch, own_place: Path):
+    """What nobody has chosen is read in one look, and a choice made later keeps it."""
+    aliases = own_place / "store" / "alias"
+    monkeypatch.setenv("KSERVE_SCALE_BLOCK", "64")
+    chosen = again().key
+    assert len([*aliases.glob("??/*")]) == 2, "the signpost, which has no defaults yet, and the choice"
+    monkeypatch.delenv("KSERVE_SCALE_BLOCK")
+    default = again().key
+    monkeypatch.setenv("KSERVE_SCALE_BLOCK", "256")
+    assert again().origin == "built" and len([*aliases.glob("??/*")]) == 3
+    no_daemon()
+    monkeypatch.delenv("KSERVE_SCALE_BLOCK")
+    assert (again().key, again().origin) == (default, "disk")
+    monkeypatch.setenv("KSERVE_SCALE_BLOCK", "64")
+    assert (again().key, again().origin) == (chosen, "disk")
+
+
 def test_the_variables_of_the_folder_and_the_alias_count_too(folder: Path, no_daemon, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("THE_BLOCK", "256")
     assert again().knobs["BLOCK"] == 256
