@@ -151,7 +151,8 @@ def theirs(root: Path, other_users: None, monkeypatch: pytest.MonkeyPatch) -> It
     """A daemon of a user for whom permissions and limits hold, asked by this process."""
     give(root, SOMEBODY)
     monkeypatch.setattr(sys, "executable", interpreter())  # whose compilers are asked for
-    trusted = {"KSERVE_TRUSTED_UIDS": f"0,{SOMEBODY}", "TMPDIR": str(root / "temporary")}
+    # Without a compiler loaded ahead: what a first build meets is what is tested.
+    trusted = {"KSERVE_TRUSTED_UIDS": f"0,{SOMEBODY}", "TMPDIR": str(root / "temporary"), "KSERVE_PREWARM": "0"}
     for name, value in variables(root, **trusted).items():
         monkeypatch.setenv(name, value)
     with daemon(root, uid=SOMEBODY, python=interpreter() or "", **trusted) as found:

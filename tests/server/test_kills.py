@@ -81,7 +81,7 @@ def test_after_a_kill_in_the_middle_of_a_build_the_next_request_builds_it(root: 
         resolve(found, name, **dict.fromkeys(spec, 1))  # the toolchain is loaded
         alone = seconds_of(lambda: resolve(found, name, **spec))
         begin(found, name, tag=1, **spec)
-        (worker,) = found.call("GET", protocol.STATUS)["workers"]
+        (worker,) = (one for one in found.call("GET", protocol.STATUS)["workers"] if one["language"] == language)
         os.kill(worker["pid"], signal.SIGKILL)
         wait_for(lambda: not members(worker["pid"]), deadline_s=2, what="its compilers to end")
         wait_for(lambda: found.call("GET", protocol.STATUS)["n_running"] == 0, deadline_s=2, what="the build to be given up")
