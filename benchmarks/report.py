@@ -79,10 +79,10 @@ def roofline(found: dict[str, Any], op: str, path: Path) -> None:
     copy, matmul = found["ceilings"]["copy_gb_s"], found["ceilings"]["matmul_tflop_s"]
     figure, axes = pyplot.subplots(figsize=(6.4, 4.4))
     at = [row["tflop_s"] / row["gb_s"] * 1e3 for row in rows]  # operations a byte
-    span = [min(at) / 4, max(4 * max(at), 4e3 * matmul / copy)]
-    knee = 1e3 * matmul / copy
-    line = sorted({*span, knee})
-    axes.plot(line, [min(matmul, copy * x / 1e3) for x in line], color="black", linewidth=1)
+    span = [min(at) / 3, 10 * max(at)]  # around the op: the knee is far to the right of one that moves memory
+    line = sorted({*span, *([knee] if (knee := 1e3 * matmul / copy) < span[1] else [])})
+    ceiling = f"copy {copy:.0f} GB/s, matrix product {matmul:.0f} TFLOP/s"
+    axes.plot(line, [min(matmul, copy * x / 1e3) for x in line], color="black", linewidth=1, label=ceiling)
     for arm, colour, marker in (
         ("kserve", OURS, "o"),
         ("compile", "#d62728", "s"),
@@ -93,8 +93,7 @@ def roofline(found: dict[str, Any], op: str, path: Path) -> None:
         if chosen:
             axes.scatter(*zip(*chosen, strict=True), color=colour, marker=marker, label=arm, s=22, zorder=3)
     axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=f"{op}, {found['device']}")
-    axes.annotate(f"copy {copy:.0f} GB/s", (span[0] * 1.1, copy * span[0] / 1e3 * 1.3), fontsize=8)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     save(figure, path)
 
 
