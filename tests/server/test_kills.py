@@ -38,7 +38,7 @@ N_CYCLES = 20
 CYCLE_S = 10.0
 # What a request may take after a kill besides its own compile: a process, a toolchain.
 SECONDS = 10.0
-SLOW = {"cuda": ("slow", {"depth": 5}), "triton": ("tslow", {"rounds": 20})}
+SLOW = {"cuda": ("slow", {"depth": 5}), "triton": ("tslow", {"rounds": 40})}
 
 
 @pytest.fixture
