@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -90,12 +91,14 @@ class Report:
         Args:
             look: op -> plain values.
         """
-        if self._look is not None:
-            return
         import threading
 
+        if self._look is not None:
+            return
         self._look = look
-        threading.Thread(target=self._keep, args=(load_settings(),), name="kserve-report", daemon=True).start()
+        thread = threading.Thread(target=self._keep, args=(load_settings(),), name="kserve-report", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more: the process's own report has it all
+            thread.start()
 
     def _keep(self, settings: Settings) -> None:
         while True:
@@ -127,9 +130,9 @@ class Report:
             folder.mkdir(mode=0o700, exist_ok=True)
             temporary = folder / f"{self.pid}-{_thread.get_ident()}.tmp"
             plain = self.to_json()
-            self._ops = plain["ops"]
             temporary.write_text(json.dumps(plain))
             temporary.replace(folder / f"{self.pid}.json")
+            self._ops = plain["ops"]
         except (OSError, KserveError):  # read-only, full, somebody else's: the process's own report stays
             return
 

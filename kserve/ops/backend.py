@@ -1,6 +1,6 @@
 """Which implementation serves an op, and how often each one did.
 
-    cuda      the kernel, where it is made for the input; else the reference
+    cuda      the kernel, where it is made for the input and no transform is active; else the reference
     compiled  the reference under torch.compile
     pytorch   the reference
 
@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 
 from kserve.client.report import report
 from kserve.config import load_settings
@@ -111,8 +111,12 @@ def backend() -> str:
 
 def served() -> dict[str, dict[str, int]]:
     """op -> backend -> calls that it really served in this process."""
+    return _by_op(_state().served)
+
+
+def _by_op(served: _Served) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
-    for (op, rung), count in sorted(_state().served.items()):
+    for (op, rung), count in sorted(served.items()):
         found.setdefault(op, {})[rung] = count
     return found
 
@@ -124,7 +128,9 @@ def given_up() -> dict[str, str]:
 
 def summary() -> dict[str, Any]:
     """op -> calls by rung, what latched, and why modules were left to torch, as plain values."""
-    counts, missing = served(), given_up()
+    # Not `_state()`: the thread that looks would read the settings before the call that they are meant for.
+    state = _known
+    counts, missing = (_by_op(state.served), dict(state.given_up)) if state is not None else ({}, {})
     nothing: dict[str, Any] = {"declines": {}, "last_declines": {}}
     found = {op: {"served": counts.get(op, {}), "latch": missing.get(op, ""), **nothing} for op in {*counts, *missing}}
     for op, describe in [*describers.items()]:
@@ -144,7 +150,7 @@ def serve(
         reason: why the kernel is not made for them; None when it is.
     """
     state = _state()
-    if state.backend == CUDA and reason is None and op not in state.given_up:
+    if state.backend == CUDA and reason is None and op not in state.given_up and not in_transform():
         try:
             result = kernel(*arguments)
         except UnsupportedTarget:  # another device than it is made for, which is the input's matter
@@ -176,15 +182,18 @@ def usual(kind: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
     makes the same kind of call thousands of times, and what the first of its kind has settled need not be asked again. The
     launcher still refuses another dtype, device or layout; shapes are the op's own matter.
 
+    Not to be asked while tracing, and no branch on a size before it either: what is traced holds for other calls too.
+
     Args:
         kind:    the op, and all that decides what serves it, but for sizes that change from batch to batch.
         tensors: dense and without a gradient to record, or the call is not usual.
     """
-    if torch.compiler.is_compiling():  # first: what is traced may not look at what this process has seen
-        return None
     state = _known or _state()
     found = state.usual.get(kind)
-    if found is None or profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - as in `is_plain`
+    # The backend: a call that was under way in another thread may have settled after another one was chosen.
+    if found is None or state.backend != CUDA or in_transform():
+        return None
+    if profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - as in `region` and `is_plain`
         return None
     records = torch.is_grad_enabled()
     for tensor in tensors:
@@ -197,6 +206,12 @@ def usual(kind: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
 def settle(kind: tuple[Any, ...], found: Any) -> None:
     """Keep what serves calls of this kind, until another backend is chosen or a kernel is given up."""
     _state().usual[kind] = found
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func or a forward derivative is active: a kernel would see through it, or lose it."""
+    # No public names tell it.
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ def edge_features(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tenso
     Raises:   LaunchError for a tensor of the wrong shape, dtype, device or layout, or one that requires a gradient; with
               `strict` BuildError.
     """
-    if x.dim() == edge_h.dim() == edge_index.dim() == 2:
+    if not torch.compiler.is_compiling() and x.dim() == edge_h.dim() == edge_index.dim() == 2:
         (n_nodes, hidden), (n_edges, width) = x.shape, edge_h.shape
         if n_nodes and n_edges and width == hidden and edge_index.shape == (2, n_edges):
             kernel = usual(("edge_features", hidden, x.dtype, x.device), (x, edge_index, edge_h))

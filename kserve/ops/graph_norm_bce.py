@@ -56,13 +56,13 @@ def graph_norm_bce(
     Raises:   InvalidSpec for n_graphs; LaunchError for a tensor of the wrong shape, dtype, device or layout, or a target or
               pos_weight that requires a gradient; with `strict` BuildError.
     """
-    n_edges = logits.numel()
-    fits = logits.shape == (n_edges,) and target.shape == (n_edges,) and edge_graph.shape == (n_edges,)
-    if fits and n_edges and deterministic and pos_weight is None and _is_count(n_graphs):
-        kind = ("graph_norm_bce", n_edges <= _FEW_EDGES, logits.dtype, logits.device)
-        kernels = usual(kind, (logits, target, edge_graph))
-        if kernels is not None:
-            return _launch_on(kernels, (logits, target, edge_graph, pos_weight), n_graphs)
+    if not torch.compiler.is_compiling() and deterministic and pos_weight is None and _is_count(n_graphs):
+        n_edges = logits.numel()
+        if n_edges and logits.shape == target.shape == edge_graph.shape == (n_edges,):
+            kind = ("graph_norm_bce", n_edges <= _FEW_EDGES, logits.dtype, logits.device)
+            kernels = usual(kind, (logits, target, edge_graph))
+            if kernels is not None:
+                return _launch_on(kernels, (logits, target, edge_graph, pos_weight), n_graphs)
     call = Call(logits, target, edge_graph, n_graphs, pos_weight, deterministic)
     _check(call)
     with region("graph_norm_bce.fwd"):

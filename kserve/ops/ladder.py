@@ -4,7 +4,7 @@ Reasons not to take the kernels are tested in one order, and the first that hold
 
     opted_out       by KSERVE_NATIVE=0, `override(native=False)`, the backend in force, or another rank
     latched         they have failed in this process; a module that they have served before keeps them
-    func_transform  a transform of torch.func is active
+    func_transform  a transform of torch.func, or a forward derivative, is active
     not_gpu         the input lies elsewhere
     subclass        the input is no plain tensor; a DTensor's shard is (sharding.py)
     untuned_device  with KSERVE_TUNED_ONLY=1: no launch table is made for this GPU
@@ -28,7 +28,7 @@ import torch
 
 from kserve.config import Settings, load_settings
 from kserve.errors import UnsupportedTarget
-from kserve.ops.backend import CUDA, backend, describers, serve
+from kserve.ops.backend import CUDA, backend, describers, in_transform, serve
 
 REASONS = ("opted_out", "latched", "func_transform", "not_gpu", "subclass", "untuned_device", "unsupported")
 
@@ -201,7 +201,7 @@ class Ladder:
         yield "opted_out", self._opted_out() or self._withheld
         keeps = call.module is not None and self.has_served(call.module)
         yield "latched", None if keeps else self._failure
-        yield "func_transform", "a transform of torch.func is active" if _in_transform() else None
+        yield "func_transform", "a transform of torch.func, or a forward derivative, is active" if in_transform() else None
         yield "not_gpu", f"the input lies on {tensor.device}" if tensor.device.type != self._device_type else None
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         yield "subclass", None if is_plain else f"the input is a {type(tensor).__name__}"
@@ -335,10 +335,6 @@ def _tagging() -> Iterator[None]:
         raise _Unsuited(error.message) from error
     except Exception as error:
         raise KernelFailed(str(error)) from error
-
-
-def _in_transform() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - no public name tells it
 
 
 def _in_backward() -> bool:

@@ -64,7 +64,8 @@ def norm_residual(
               requires a gradient; with `strict` BuildError.
     """
     _check_options(dropout_p, eps=eps)
-    if gamma is not None and beta is not None and not (training and dropout_p > 0.0) and x.dim() == 2:
+    is_special = torch.compiler.is_compiling() or (training and dropout_p > 0.0) or x.dim() != 2
+    if gamma is not None and beta is not None and not is_special:
         n, hidden = x.shape
         is_float32 = gamma.dtype is torch.float32 and beta.dtype is torch.float32  # as the kernel reads them
         if n and is_float32 and residual.shape == (n, hidden) and gamma.shape == (hidden,) and beta.shape == (hidden,):
@@ -72,8 +73,6 @@ def norm_residual(
             if kernel is not None:
                 return _launch_on(kernel, (x, residual, gamma, beta), n, eps)
     _check_tensors(x, residual, gamma, beta)
-    if x.numel() == 0:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with region("norm_residual.fwd"):
         call = Call(x, residual, gamma, beta, dropout_p if training else 0.0, eps)
         if is_plain(x):

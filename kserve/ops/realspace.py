@@ -77,10 +77,12 @@ def realspace(
     Traffic:  forward 4, backward 6 times n_e F n_ang * itemsize bytes, and twice the size of each operand that is copied.
     Raises:   InvalidSpec for an option; LaunchError for a tensor of the wrong shape, dtype or device; with `strict` BuildError.
     """
-    if activation == "silu" and basis is None and a_cos.dim() == 3 and a_sin.shape == a_cos.shape and a_cos.numel():
-        kernel = usual(("realspace", a_cos.size(2), n_grid, type(n_grid), a_cos.dtype, a_cos.device), (a_cos, a_sin))
-        if kernel is not None and not (a_cos.is_neg() or a_sin.is_neg()):
-            return _launch_on(kernel, a_cos, a_sin)
+    if activation == "silu" and basis is None and (n_grid is None or type(n_grid) is int):
+        is_pair = a_cos.dim() == 3 and a_sin.shape == a_cos.shape and a_sin.dtype is a_cos.dtype
+        if is_pair and not torch.compiler.is_compiling() and a_cos.numel() and not (a_cos.is_neg() or a_sin.is_neg()):
+            kernel = usual(("realspace", a_cos.size(2), n_grid, a_cos.dtype, a_cos.device), (a_cos, a_sin))
+            if kernel is not None:
+                return _launch_on(kernel, a_cos, a_sin)
     n_grid = _check(a_cos, a_sin, n_grid, activation=activation, basis=basis)
     with region("realspace.fwd"):
         reason = reason_for_reference(a_cos, a_sin, n_grid, activation, basis=basis)
@@ -210,7 +212,7 @@ def _launch(operands: tuple[torch.Tensor, ...], basis: Bases | None, n_grid: int
     kernel = get_kernel(name, dtype=_KERNEL_DTYPES[operands[-1].dtype], n_ang=n_ang, n_grid=grid)
     if len(operands) == 2 and not form.any_basis:
         for asked in (n_grid, *(() if grid else (None,))):  # as a caller may write it
-            settle(("realspace", n_ang, asked, type(asked), operands[-1].dtype, operands[-1].device), kernel)
+            settle(("realspace", n_ang, asked, operands[-1].dtype, operands[-1].device), kernel)
     results = _results(operands[-1])
     if form.any_basis:
         constants = _standard_bases(n_ang, n_grid, operands[-1].device) if basis is None else basis

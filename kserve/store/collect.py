@@ -114,16 +114,14 @@ class Collector:
 
     def forget_aliases(self) -> int:
         """Remove what leads to artifacts that are gone; how many."""
-        gone, signposts, used = [], [], set()
+        idle, signposts = [], set()
         for name in [f"alias/{key}" for key in self._files.keys("alias")]:
             alias = alias_from_bytes(self._read_quietly(name))
-            if alias is None or not all(self._files.stamp(f"manifest/{variant[0]}") for variant in alias.variants):
-                gone.append(name)
-            elif alias.signpost and not alias.variants:
-                signposts.append(name)
+            if alias and alias.variants and all(self._files.stamp(f"manifest/{variant[0]}") for variant in alias.variants):
+                signposts.add(f"alias/{alias.behind}")
             else:
-                used.add(f"alias/{alias.behind}")
-        gone += [name for name in signposts if name not in used]
+                idle.append(name)
+        gone = [name for name in idle if name not in signposts]  # one leads to the answers behind it too
         for some in batches(gone):
             self._index.removed([name for name in some if self._delete(name)])
         return len(gone)

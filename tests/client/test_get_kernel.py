@@ -449,11 +449,14 @@ def test_get_kernels_is_one_round_trip(kernels: Path):
     assert [kernel.manifest.spec.get("size") for kernel in found] == [3, None, 4, 3]
     assert found[0].key == found[3].key
     assert all(get_kernel(name, target=TARGET, **spec).origin == "memo" for name, spec in wanted)
+    assert {kernel.origin for kernel in get_kernels(wanted, target=TARGET)} == {"memo"}
     with contextlib.closing(Connection(load_settings())) as connection:
         before = connection.call("GET", protocol.STATUS)["counters"]["requests"]
         client.forget()
         assert {kernel.origin for kernel in get_kernels(wanted, target=TARGET)} == {"disk"}
         assert connection.call("GET", protocol.STATUS)["counters"]["requests"] - before == len(wanted)
+    with pytest.raises(InvalidSpec):
+        get_kernels([("scale", {"size": 4}), ("scale", {"size": 3.0})], target=TARGET)  # 3.0 and 3 are one key of a dictionary
 
 
 def test_get_kernels_raises_the_first_error_and_builds_the_rest(kernels: Path):

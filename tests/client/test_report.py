@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,20 @@ def test_a_runtime_directory_that_takes_no_file_is_no_error(folder: Path):
 def test_a_pid_that_was_given_to_another_process_is_not_taken_for_it():
     assert process_start(os.getpid()).isdecimal()
     assert process_start(2**22 + 1) == ""
+
+
+def test_ops_are_served_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch):
+    """As at the limit of a container's processes, or while the interpreter ends."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("kserve.client.report._report", None)
+    before = threading.stack_size(1 << 46)  # more than there is to map
+    try:
+        with pytest.raises(RuntimeError):
+            threading.Thread(target=print).start()
+        report().watch(lambda: {"op": {}})
+    finally:
+        threading.stack_size(before)
+    assert report().to_json()["ops"] == {"op": {}}
 
 
 NORMS = """

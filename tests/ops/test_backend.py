@@ -7,12 +7,13 @@ import warnings
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 from kserve.config import load_settings
 from kserve.errors import BuildError, InvalidSpec, LaunchError, NotBuilt, RequestError, UnsupportedTarget
 from kserve.ops import backend as current
 from kserve.ops import edge_features, given_up, served, set_backend
-from kserve.ops.backend import forget, serve, settle, usual
+from kserve.ops.backend import forget, serve, settle, summary, usual
 from tests.support.processes import python
 
 X = torch.ones(3)
@@ -71,10 +72,29 @@ def test_what_is_unusual_takes_the_long_road():
         assert asked(X) is None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert asked(X) is None, "its region would be missing"
-    seen = []
-    torch.compile(lambda x: seen.append(asked(x)) or x + 1, backend="eager")(X)
-    assert seen == [None]
     assert served() == {"op": {"cuda": 1}}
+
+
+def test_a_call_that_settles_after_another_backend_was_chosen_changes_nothing():
+    """As one that was under way in another thread."""
+    set_backend("pytorch")
+    settle(("op", "kind", 3), "kernel")
+    assert asked(X) is None and served() == {}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # make_dual's own, from torch 2.14
+def test_a_transform_gets_the_reference_which_torch_can_differentiate_and_batch():
+    settle(("op", "kind", 3), "kernel")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, 2 * X)
+        assert asked(dual) is None
+        found = serve("op", (dual,), kernel=torch.zeros_like, reference=lambda x: 3 * x, reason=None)
+        assert torch.equal(forward_ad.unpack_dual(found).tangent, 6 * X)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(asked(x)) or x)(torch.ones(2, 3))
+    assert seen == [None]
+    assert served() == {"op": {"pytorch": 1}}
+    assert asked(X) == "kernel"
 
 
 def give_up() -> None:
@@ -168,6 +188,15 @@ def test_an_unusable_value_names_its_variable():
 def test_what_an_op_served_is_counted():
     edge_features(torch.ones(2, 4), torch.zeros(2, 3, dtype=torch.int64), torch.ones(3, 4))
     assert served() == {"edge_features": {"pytorch": 1}}
+
+
+def test_who_looks_at_what_was_served_reads_no_settings(monkeypatch):
+    """The thread that does would read them before the call they are meant for."""
+    monkeypatch.setenv("KSERVE_BACKEND", "compiled")
+    forget()
+    assert summary().get("op") is None
+    monkeypatch.setenv("KSERVE_BACKEND", "pytorch")
+    assert current() == "pytorch"
 
 
 def test_the_name_of_the_function_and_of_its_module_do_not_fight():

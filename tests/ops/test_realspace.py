@@ -228,6 +228,7 @@ def test_bases_of_the_caller_are_used():
         {"n_grid": -1},
         {"n_grid": 9.0},
         {"n_grid": True},
+        {"n_grid": [9]},
         {"activation": "softmax"},
         {"n_grid": 9, "basis": bases(3, 7)},
     ],

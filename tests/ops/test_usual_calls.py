@@ -1,4 +1,4 @@
-"""Calls whose like has been served before take a shorter way: the same bits, the same refusals. On a GPU."""
+"""Calls whose like has been served before take a shorter way: the same bits, the same refusals. Most of it on a GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo.config
 
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import edge_features, graph_norm_bce, norm_residual, realspace, served, set_backend
-from kserve.ops.backend import forget
-
-pytestmark = pytest.mark.gpu
+from kserve.ops.backend import forget, settle
+from kserve.ops.realspace import reference
 
 
 class Case(NamedTuple):
@@ -43,6 +43,7 @@ def cases(device: torch.device) -> list[Case]:
     ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("position", range(5))
 def test_the_second_call_gives_the_bits_of_the_first_and_refuses_what_it_would(gpu, position):
     forget()
@@ -61,6 +62,7 @@ def test_the_second_call_gives_the_bits_of_the_first_and_refuses_what_it_would(g
     set_backend(before)
 
 
+@pytest.mark.gpu
 def test_sizes_may_change_and_odd_layouts_are_served_as_ever(gpu):
     forget()
     x, residual, gamma, beta = cases(torch.device("cuda"))[1].arguments
@@ -73,6 +75,17 @@ def test_sizes_may_change_and_odd_layouts_are_served_as_ever(gpu):
     assert norm_residual(x[:0], residual[:0], gamma, beta).shape == (0, 16)
 
 
+@pytest.mark.gpu
+def test_what_the_kernel_is_not_made_for_is_served_by_the_reference_all_the_same(gpu):
+    forget()
+    a, b = cases(torch.device("cuda"))[4].arguments
+    realspace(a, b)
+    for mixed in ((a, b.bfloat16()), (a.double(), b)):
+        assert torch.equal(realspace(*mixed)[0], reference(*mixed)[0])
+    assert served()["realspace"] == {"cuda": 1, "pytorch": 2}
+
+
+@pytest.mark.gpu
 def test_a_gradient_is_asked_for_after_calls_without(gpu):
     forget()
     a, b = cases(torch.device("cuda"))[4].arguments
@@ -83,6 +96,48 @@ def test_a_gradient_is_asked_for_after_calls_without(gpu):
         x, residual, gamma, beta = cases(torch.device("cuda"))[1].arguments
         norm_residual(x, residual, gamma, beta)
         norm_residual(x.requires_grad_(), residual, gamma, beta)
+
+
+def test_two_dtypes_are_no_usual_pair():
+    forget()
+    a = torch.randn(5, 8, 3)
+
+    def kernel(*_: object) -> None:
+        raise LaunchError("a_sin has another dtype")
+
+    settle(("realspace", 3, None, torch.float32, a.device), kernel)
+    with pytest.raises(LaunchError):
+        realspace(a, a)
+    mixed = a, a.bfloat16()
+    assert torch.equal(realspace(*mixed)[0], reference(*mixed)[0])
+    forget()
+
+
+def of_nonzero_edges(mask: torch.Tensor, x: torch.Tensor, edge_h: torch.Tensor) -> torch.Tensor:
+    edges = mask.nonzero().t().contiguous()
+    return edge_features(x, edges, edge_h[: edges.shape[1]])
+
+
+def of_nonzero_rows(mask: torch.Tensor, x: torch.Tensor, edge_h: torch.Tensor) -> torch.Tensor:
+    rows = mask.nonzero()[:, 0]
+    return norm_residual(edge_h[rows], edge_h[rows], x[0], x[1])
+
+
+def of_nonzero_losses(mask: torch.Tensor, x: torch.Tensor, edge_h: torch.Tensor) -> torch.Tensor:
+    graphs = mask.nonzero()[:, 0].contiguous()
+    return graph_norm_bce(edge_h[graphs, 0], edge_h[graphs, 1].sigmoid(), graphs, 5)
+
+
+@pytest.mark.parametrize("step", [of_nonzero_edges, of_nonzero_rows, of_nonzero_losses])
+def test_no_size_is_asked_for_while_an_op_is_traced(step):
+    """A number of edges that the device alone knows would end the trace."""
+    random = torch.Generator().manual_seed(0)
+    mask = torch.rand(5, 5, generator=random) > 0.5
+    x, edge_h = torch.randn(5, 4, generator=random), torch.randn(25, 4, generator=random)
+    expected = step(mask, x, edge_h)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        traced = torch.compile(step, fullgraph=True, backend="eager")(mask, x, edge_h)
+    torch.testing.assert_close(traced, expected)
 
 
 def _all(result: Any) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kserve.alias import Alias
+from kserve.alias import Alias, Signpost
 from kserve.artifact import compact
 from kserve.key import digest_of
 from kserve.store.artifacts import Artifacts
@@ -194,6 +194,21 @@ def test_aliases_go_with_what_they_lead_to_and_are_within_the_bounds(store: File
     assert {int(key, 16) for key in store.keys("alias")} == left
     assert list(store.keys("toolchain")) == [digest_of(b"{}")]
     artifacts.upkeep.prune([key_of(number) for number in left])
+    assert list(store.keys("alias")) == []
+
+
+def test_a_signpost_stays_as_long_as_an_answer_is_behind_it(store: FileStore):
+    """Where a tuning is in force the answer for the defaults is not used, and the first to be evicted."""
+    artifacts = artifacts_of(opened(store))
+    signpost, chosen = digest_of(b"signpost"), digest_of(b"chosen")
+    for number, name in enumerate((signpost, chosen)):
+        publish(artifacts, number)
+        answer = Alias([compact(manifest_of(number, payload_of(number)))], "cuda", "13.0", digest_of(b"{}"), {})
+        more = {"behind": signpost} if number else {"signpost": Signpost("base", {}, [])}
+        artifacts.keep_alias(name, answer._replace(**more), b"{}")
+    artifacts.upkeep.prune([key_of(0)])
+    assert {*store.keys("alias")} == {signpost, chosen}
+    artifacts.upkeep.prune([key_of(1)])
     assert list(store.keys("alias")) == []
 
 
