@@ -256,13 +256,10 @@ class KernelService:
         return dict(Counter(self.upkeep.index.counters()) + (self.counters - self._counted))
 
     async def prewarm(self) -> None:
-        """Load the compilers that this store's kernels were last built with, before one is needed: Triton takes 2 s.
-
-        For a store without kernels it is NVRTC, which takes a tenth of that and little memory.
-        """
+        """Load the compilers that will be needed before one is: Triton takes 2 s."""
         if not self.settings.prewarm:
             return
-        for language, environment in self.fingerprints.last_used() or [("cuda", own_environment(self.settings))]:
+        for language, environment in await self.fingerprints.expected(self.settings):
             with contextlib.suppress(KserveError):  # whoever needs it is told
                 await self.pool.worker(language, environment)
 

@@ -23,6 +23,7 @@ from kserve.toolchain.base import Fingerprint
 
 # The files are looked at once in this time, not at every request: a compiler that is replaced is noticed this much later.
 _TRUSTED_S = 1.0
+_QUIET_S = 0.5  # after which a new daemon was not started for a request that is on its way
 
 
 class Fingerprints:
@@ -77,6 +78,18 @@ class Fingerprints:
                 if self._remembered(place) is not None:
                     found[language] = environment
         return list(found.items())
+
+    async def expected(self, settings: Settings) -> list[tuple[str, Environment]]:
+        """What a daemon that has just started should load: what was last used.
+
+        For a store without kernels it is NVRTC, which takes a tenth of a second and little memory, unless whoever started the
+        daemon asks for a compiler at once: then that one is not to wait for processor time.
+        """
+        known = self.last_used()
+        if known:
+            return known
+        await asyncio.sleep(_QUIET_S)
+        return [] if self._pool.to_json() else [("cuda", own_environment(settings))]
 
     async def _loaded(self, place: str, language: str, environment: Environment) -> Fingerprint:
         """One load a place, however many ask: a second one would retire the worker of the first."""

@@ -148,6 +148,13 @@ def test_a_daemon_over_an_empty_store_loads_nvrtc_before_it_is_asked(root: Path,
         assert not pid or pid == {after["pid"]}, "the first build takes that worker"
 
 
+@pytest.mark.toolchain
+def test_a_daemon_that_is_started_for_another_compiler_loads_only_that(root: Path):
+    with daemon(root) as found, contextlib.closing(found.connection()) as connection:
+        ask(connection, found.settings, "realspace_fwd")
+        assert [worker["language"] for worker in found.call("GET", protocol.STATUS)["workers"]] == ["triton"]
+
+
 def test_up_detach_returns_with_the_callers_pipes_closed(root: Path):
     began = time.monotonic()
     first = kserve("up", "--detach", "--idle", "30")  # captures its output: a pipe left open would hold it
