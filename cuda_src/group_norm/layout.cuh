@@ -2,8 +2,8 @@
 //
 // A thread has the same few neighbouring channels of every voxel it sees, one access of up to 16 bytes; `lanes` threads side
 // by side have the same channels of different voxels. The blocks of a batch, `splits` of them, take turns: together they walk
-// through it, so that at any time the device reads and writes one stretch of memory. A stretch for each block is slower by a
-// seventh where there is much to write.
+// through it, so that at any time the device reads and writes one stretch of memory. A stretch for each block is slower
+// where there is much to write.
 
 #pragma once
 

@@ -14,8 +14,6 @@ from kserve.ops.library import define
 WIDEST = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_WARPS = 32  # on a multiprocessor at once, as far as their registers allow
-_MOST_EDGES_A_WARP = 32
 
 
 def edge_features(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tensor) -> torch.Tensor:

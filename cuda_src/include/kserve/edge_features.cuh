@@ -5,7 +5,7 @@
 // warp does 32 / Lanes edges side by side. What is read or written once leaves the caches first; node rows stay.
 //
 // No warp comes back for more: blocks start in order, so that all multiprocessors read and write one stretch of memory that
-// moves on. With a stretch for each block the memory is 7 % slower.
+// moves on. With a stretch for each block the memory is slower.
 
 #pragma once
 
