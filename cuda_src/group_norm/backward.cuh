@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
     T values[Ahead][L::width];
 #pragma unroll
     for (int u = 0; u < Ahead; ++u) {
-      group_norm::load_kept(grad_out + layout.at(i + u), gradients[u]);
-      group_norm::load_kept(x + layout.at(i + u), values[u]);
+      group_norm::load(grad_out + layout.at(i + u), gradients[u]);
+      group_norm::load(x + layout.at(i + u), values[u]);
     }
 #pragma unroll
     for (int u = 0; u < Ahead; ++u) add(gradients[u], values[u]);
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
   for (; i < layout.voxels; ++i) {
     Out gradient[L::width];
     T value[L::width];
-    group_norm::load_kept(grad_out + layout.at(i), gradient);
-    group_norm::load_kept(x + layout.at(i), value);
+    group_norm::load(grad_out + layout.at(i), gradient);
+    group_norm::load(x + layout.at(i), value);
     add(gradient, value);
   }
 
@@ -214,8 +214,8 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
   for (; i % Ahead != 0; --i) {
     Out gradient[L::width];
     T value[L::width];
-    group_norm::load_last(grad_out + layout.at(i - 1), gradient);
-    group_norm::load_last(x + layout.at(i - 1), value);
+    group_norm::load(grad_out + layout.at(i - 1), gradient);
+    group_norm::load(x + layout.at(i - 1), value);
     finish(gradient, value, i - 1);
   }
   for (; i > 0; i -= Ahead) {
@@ -223,8 +223,8 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
     T values[Ahead][L::width];
 #pragma unroll
     for (int u = 0; u < Ahead; ++u) {
-      group_norm::load_last(grad_out + layout.at(i - 1 - u), gradients[u]);
-      group_norm::load_last(x + layout.at(i - 1 - u), values[u]);
+      group_norm::load(grad_out + layout.at(i - 1 - u), gradients[u]);
+      group_norm::load(x + layout.at(i - 1 - u), values[u]);
     }
 #pragma unroll
     for (int u = 0; u < Ahead; ++u) finish(gradients[u], values[u], i - 1 - u);

@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
     T values[Ahead][L::width];
     const auto load = [&](int first) {
 #pragma unroll
-      for (int u = 0; u < Ahead; ++u) group_norm::load_kept(x + layout.at(first + u), values[u]);
+      for (int u = 0; u < Ahead; ++u) group_norm::load(x + layout.at(first + u), values[u]);
     };
     load(0);
     sums.start(values);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
   }
   for (; i < layout.voxels; ++i) {
     T value[1][L::width];
-    group_norm::load_kept(x + layout.at(i), value[0]);
+    group_norm::load(x + layout.at(i), value[0]);
     if (i == 0) sums.start(value);
     sums.add(value);
   }
@@ -135,13 +135,13 @@ __global__ void __launch_bounds__(Threads, group_norm::blocks_at_once<T>(Channel
   int i = layout.voxels;
   for (; i % Ahead != 0; --i) {
     T value[L::width];
-    group_norm::load_last(x + layout.at(i - 1), value);
+    group_norm::load(x + layout.at(i - 1), value);
     normalise(value, i - 1);
   }
   for (; i > 0; i -= Ahead) {
     T values[Ahead][L::width];
 #pragma unroll
-    for (int u = 0; u < Ahead; ++u) group_norm::load_last(x + layout.at(i - 1 - u), values[u]);
+    for (int u = 0; u < Ahead; ++u) group_norm::load(x + layout.at(i - 1 - u), values[u]);
 #pragma unroll
     for (int u = 0; u < Ahead; ++u) normalise(values[u], i - 1 - u);
   }

@@ -40,27 +40,17 @@ __host__ __device__ constexpr int channels_of_thread(int channels) {
 template <typename T, int Width>
 constexpr bool is_wide = aligned >= smaller(16, Width* static_cast<int>(sizeof(T)));
 
-// Read again by the launch that follows: it stays in the caches.
 template <typename T, int Width>
-__device__ __forceinline__ void load_kept(const T* from, T (&to)[Width]) {
+__device__ __forceinline__ void load(const T* from, T (&to)[Width]) {
   if constexpr (is_wide<T, Width>) {
-    kserve::load_shared(from, to);
+    kserve::load(from, to);
   } else {
 #pragma unroll
     for (int j = 0; j < Width; ++j) to[j] = from[j];
   }
 }
 
-template <typename T, int Width>
-__device__ __forceinline__ void load_last(const T* from, T (&to)[Width]) {
-  if constexpr (is_wide<T, Width>) {
-    kserve::load_once(from, to);
-  } else {
-#pragma unroll
-    for (int j = 0; j < Width; ++j) to[j] = from[j];
-  }
-}
-
+// What is written leaves the caches first: the second pass finds more of what the first has read.
 template <typename T, int Width>
 __device__ __forceinline__ void store(T* to, const T (&from)[Width]) {
   if constexpr (is_wide<T, Width>) {

@@ -1,10 +1,11 @@
 // SiLU on the grid of a circle, between Fourier coefficients, and its gradient: one thread has whole rows in registers.
 //
 // A thread has Rows neighbouring rows, so many that they are a whole number of 16-byte accesses. The 32 threads of a warp
-// read their rows together in coalesced accesses and exchange them through shared memory, with no barrier of the block;
-// where a thread's rows are one access there is nothing to exchange. Operands that lie order by order need none either.
+// copy their rows together to shared memory, all operands at once and without waiting, take their own from there, and give
+// the results back the same way. No warp waits for another: while some compute, the copies of others are under way.
 
 #include <kserve/access.cuh>
+#include <kserve/async_copy.cuh>
 #include <kserve/narrow.cuh>
 
 #include "circle.cuh"
@@ -32,114 +33,130 @@ __host__ __device__ constexpr int access_elements(int elements) {
   return width;
 }
 
-// The rows of one warp.
+// The rows of one warp. An area of shared memory holds them for one operand.
 template <typename T, int NAng, int Rows>
 struct Tile {
   static constexpr int elements = Rows * NAng;  // of a thread
+  static constexpr int size = warp * elements;  // of an area
   static constexpr int width = access_elements<T>(elements);
   static constexpr int accesses = elements / width;
-  static constexpr bool is_aligned = aligned >= smaller(16, Rows* static_cast<int>(sizeof(T)));
+  using Word = typename kserve::Word<width * sizeof(T)>::type;
+  static constexpr bool can_copy = sizeof(Word) >= 4;
+  static constexpr int wide = 16 / sizeof(T);               // elements of 16 bytes
+  static constexpr int wide_in_order = warp * Rows / wide;  // such accesses of one order
+  static constexpr int wide_in_area = NAng * wide_in_order;
 
-  T* exchange;  // [warp * elements], this warp's own
   int lane;
   long long first;  // row of the warp
   long long rows;
   bool is_whole;  // every row of the warp exists
 
-  __device__ __forceinline__ Tile(T* exchanges, long long n_rows) {
-    exchange = exchanges + threadIdx.x / warp * (warp * elements);
+  __device__ __forceinline__ explicit Tile(long long n_rows) {
     lane = threadIdx.x % warp;
     first = (static_cast<long long>(blockIdx.x) * (blockDim.x / warp) + threadIdx.x / warp) * (warp * Rows);
     rows = n_rows;
     is_whole = first + warp * Rows <= n_rows;
   }
 
-  // Row r of the thread.
-  __device__ __forceinline__ long long row(int r) const { return first + lane * Rows + r; }
-
-  // Where access `index` of the warp lies while it is exchanged: neighbours of eight owners in different banks.
-  __device__ __forceinline__ static T* place(T* exchange, int index) {
-    constexpr int spread = (accesses & -accesses) - 1;
-    return exchange + (index ^ (index / 8 & spread)) * width;
-  }
-
-  // Starts the loads of one operand. order_stride: elements from one order to the next, the rows of an order being
+  // Starts to copy one operand into an area. order_stride: elements from one order to the next, the rows of an order being
   // neighbours; 0 where the orders of a row are.
-  __device__ __forceinline__ void fetch(const T* from, long long order_stride, T (&to)[elements]) const {
-    if (!is_whole) {
-      fetch_some(from, order_stride == 0 ? NAng : 1, order_stride == 0 ? 1 : order_stride, to);
-    } else if (order_stride == 0) {
+  __device__ __forceinline__ void fetch(const T* from, long long order_stride, T* area) const {
+    if (keeps_orders(order_stride)) {
+#pragma unroll
+      for (int i = 0; i < (wide_in_area + warp - 1) / warp; ++i) {
+        const int index = i * warp + lane, order = index / wide_in_order, row = index % wide_in_order * wide;
+        if (wide_in_area % warp == 0 || index < wide_in_area) {
+          __pipeline_memcpy_async(area + index * wide, from + order * order_stride + first + row, 16);
+        }
+      }
+    } else if (can_copy && is_whole && order_stride == 0) {
       const T* at = from + first * NAng;
 #pragma unroll
-      for (int i = 0; i < accesses; ++i) kserve::load_once(at + (i * warp + lane) * width, part<width>(to, i * width));
-    } else if (is_aligned && order_stride % Rows == 0) {
-#pragma unroll
-      for (int m = 0; m < NAng; ++m) kserve::load_once(from + m * order_stride + row(0), part<Rows>(to, m * Rows));
-    } else {
-#pragma unroll
-      for (int i = 0; i < elements; ++i) kserve::load_once(from + i / Rows * order_stride + row(i % Rows), part<1>(to, i));
-    }
-  }
-
-  // Gives each thread its rows of what `fetch` has read, as [Rows][NAng].
-  __device__ __forceinline__ void settle(long long order_stride, T (&values)[elements]) const {
-    if (!is_whole) return;
-    if (order_stride == 0) {
-      if constexpr (accesses > 1) turn<true>(values);
-    } else {
-      T found[elements];
-#pragma unroll
-      for (int i = 0; i < elements; ++i) found[i] = values[i % NAng * Rows + i / NAng];
-#pragma unroll
-      for (int i = 0; i < elements; ++i) values[i] = found[i];
-    }
-  }
-
-  // Writes the rows of each thread, [Rows][NAng], row by row.
-  __device__ __forceinline__ void store(T (&values)[elements], T* to) const {
-    if (!is_whole) {
-#pragma unroll
-      for (int i = 0; i < elements; ++i) {
-        if (row(i / NAng) < rows) to[row(0) * NAng + i] = values[i];
+      for (int i = 0; i < accesses; ++i) {
+        __pipeline_memcpy_async(place(area, i * warp + lane), at + (i * warp + lane) * width, sizeof(Word));
       }
-      return;
+    } else {
+      fetch_elements(from, order_stride, area);
     }
-    if constexpr (accesses > 1) turn<false>(values);
-    T* at = to + first * NAng;
+  }
+
+  // Until all that the warp has fetched is there.
+  __device__ __forceinline__ void wait() const {
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    __syncwarp();
+  }
+
+  // Gives the thread its rows of an area, [Rows][NAng].
+  __device__ __forceinline__ void take(const T* area, long long order_stride, T (&values)[elements]) const {
+    if (keeps_orders(order_stride)) {
 #pragma unroll
-    for (int i = 0; i < accesses; ++i) kserve::store_once(at + (i * warp + lane) * width, part<width>(values, i * width));
+      for (int m = 0; m < NAng; ++m) {
+        T found[Rows];
+        kserve::load_shared(area + (m * warp + lane) * Rows, found);
+#pragma unroll
+        for (int r = 0; r < Rows; ++r) values[r * NAng + m] = found[r];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < accesses; ++i) {
+        const Word word = *reinterpret_cast<const Word*>(place(area, lane * accesses + i));
+        memcpy(&values[i * width], &word, sizeof(word));
+      }
+    }
+  }
+
+  // Writes the rows of each thread, [Rows][NAng], row by row, through an area.
+  __device__ __forceinline__ void give(const T (&values)[elements], T* area, T* to) const {
+#pragma unroll
+    for (int i = 0; i < accesses; ++i) {
+      Word word;
+      memcpy(&word, &values[i * width], sizeof(word));
+      *reinterpret_cast<Word*>(place(area, lane * accesses + i)) = word;
+    }
+    __syncwarp();
+    T* at = to + first * NAng;
+    const long long left = (rows - first) * NAng;
+#pragma unroll
+    for (int i = 0; i < accesses; ++i) {
+      const int index = i * warp + lane;
+      T found[width];
+      kserve::load_shared(place(area, index), found);
+      if (is_whole) {
+        kserve::store(at + index * width, found);
+      } else {
+#pragma unroll
+        for (int j = 0; j < width; ++j) {
+          if (index * width + j < left) at[index * width + j] = found[j];
+        }
+      }
+    }
   }
 
  private:
-  template <int Count>
-  __device__ __forceinline__ static T (&part(T (&values)[elements], int begin))
-      [Count] { return *reinterpret_cast<T(*)[Count]>(&values[begin]); }
-
-  __device__ __forceinline__ void fetch_some(const T* from, int row_stride, long long order_stride, T (&to)[elements]) const {
-#pragma unroll
-    for (int i = 0; i < elements; ++i) {
-      const long long at = row(i / NAng);
-      to[i] = at < rows ? from[at * row_stride + i % NAng * order_stride] : static_cast<T>(0.0f);
-    }
+  // Whether an area has the operand order by order: where the orders are apart and can be copied 16 bytes at a time.
+  __device__ __forceinline__ bool keeps_orders(long long order_stride) const {
+    return aligned >= 16 && is_whole && order_stride != 0 && order_stride % wide == 0;
   }
 
-  // From accesses of the warp to rows of the threads, or back.
-  template <bool ToRows>
-  __device__ __forceinline__ void turn(T (&values)[elements]) const {
-    using Word = typename kserve::Word<width * sizeof(T)>::type;
-    Word word;
+  // Where access `index` of a row-by-row area lies: neighbours of eight owners in different banks.
+  template <typename Element>
+  __device__ __forceinline__ static Element* place(Element* area, int index) {
+    constexpr int spread = (accesses & -accesses) - 1;
+    return area + (index ^ (index / 8 & spread)) * width;
+  }
+
+  __device__ __forceinline__ void fetch_elements(const T* from, long long order_stride, T* area) const {
 #pragma unroll
-    for (int i = 0; i < accesses; ++i) {
-      memcpy(&word, &values[i * width], sizeof(word));
-      *reinterpret_cast<Word*>(place(exchange, ToRows ? i * warp + lane : lane * accesses + i)) = word;
+    for (int i = 0; i < elements; ++i) {
+      // Whatever is contiguous is read by neighbouring threads.
+      const int index = i * warp + lane;
+      const int row = order_stride == 0 ? index / NAng : index % (warp * Rows);
+      const int order = order_stride == 0 ? index % NAng : index / (warp * Rows);
+      const long long at = order_stride == 0 ? (first + row) * NAng + order : order * order_stride + first + row;
+      const int to = row * NAng + order;
+      place(area, to / width)[to % width] = first + row < rows ? from[at] : static_cast<T>(0.0f);
     }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < accesses; ++i) {
-      word = *reinterpret_cast<const Word*>(place(exchange, ToRows ? lane * accesses + i : i * warp + lane));
-      memcpy(&values[i * width], &word, sizeof(word));
-    }
-    __syncwarp();
   }
 };
 
@@ -163,15 +180,18 @@ __global__ void __launch_bounds__(Threads)
                       T* __restrict__ out_sin, long long n_rows, long long cos_stride, long long sin_stride) {
   static_assert(NGrid >= 2 * NAng - 1, "n_grid is below 2 * n_ang - 1: the grid cannot tell the orders apart");
   using Tile = rows::Tile<T, NAng, Rows>;
-  alignas(16) __shared__ T exchange[Tile::accesses > 1 ? Threads * Tile::elements : 8];
-  const Tile tile(exchange, n_rows);
+  alignas(16) __shared__ T areas[Threads / rows::warp][2][Tile::size];
+  const Tile tile(n_rows);
   if (tile.first >= n_rows) return;
 
+  T(&area)[2][Tile::size] = areas[threadIdx.x / rows::warp];
+  tile.fetch(a_cos, cos_stride, area[0]);
+  tile.fetch(a_sin, sin_stride, area[1]);
+  tile.wait();
   T cosines[Tile::elements], sines[Tile::elements];
-  tile.fetch(a_cos, cos_stride, cosines);
-  tile.fetch(a_sin, sin_stride, sines);
-  tile.settle(cos_stride, cosines);
-  tile.settle(sin_stride, sines);
+  tile.take(area[0], cos_stride, cosines);
+  tile.take(area[1], sin_stride, sines);
+  __syncwarp();
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
     float a[NAng], b[NAng];
@@ -181,9 +201,10 @@ __global__ void __launch_bounds__(Threads)
     rows::narrow(a, cosines + r * NAng);
     rows::narrow(b, sines + r * NAng);
   }
-  tile.store(cosines, out_cos);
-  tile.store(sines, out_sin);
+  tile.give(cosines, area[0], out_cos);
+  tile.give(sines, area[1], out_sin);
 }
+
 template <typename T, int NAng, int NGrid, int Rows, int Threads>
 __global__ void __launch_bounds__(Threads)
     realspace_backward(const T* __restrict__ g_cos, const T* __restrict__ g_sin, const T* __restrict__ a_cos,
@@ -191,19 +212,22 @@ __global__ void __launch_bounds__(Threads)
                        long long g_cos_stride, long long g_sin_stride, long long cos_stride, long long sin_stride) {
   static_assert(NGrid >= 2 * NAng - 1, "n_grid is below 2 * n_ang - 1: the grid cannot tell the orders apart");
   using Tile = rows::Tile<T, NAng, Rows>;
-  alignas(16) __shared__ T exchange[Tile::accesses > 1 ? Threads * Tile::elements : 8];
-  const Tile tile(exchange, n_rows);
+  alignas(16) __shared__ T areas[Threads / rows::warp][4][Tile::size];
+  const Tile tile(n_rows);
   if (tile.first >= n_rows) return;
 
+  T(&area)[4][Tile::size] = areas[threadIdx.x / rows::warp];
+  tile.fetch(g_cos, g_cos_stride, area[0]);
+  tile.fetch(g_sin, g_sin_stride, area[1]);
+  tile.fetch(a_cos, cos_stride, area[2]);
+  tile.fetch(a_sin, sin_stride, area[3]);
+  tile.wait();
   T g_cosines[Tile::elements], g_sines[Tile::elements], cosines[Tile::elements], sines[Tile::elements];
-  tile.fetch(g_cos, g_cos_stride, g_cosines);
-  tile.fetch(g_sin, g_sin_stride, g_sines);
-  tile.fetch(a_cos, cos_stride, cosines);
-  tile.fetch(a_sin, sin_stride, sines);
-  tile.settle(g_cos_stride, g_cosines);
-  tile.settle(g_sin_stride, g_sines);
-  tile.settle(cos_stride, cosines);
-  tile.settle(sin_stride, sines);
+  tile.take(area[0], g_cos_stride, g_cosines);
+  tile.take(area[1], g_sin_stride, g_sines);
+  tile.take(area[2], cos_stride, cosines);
+  tile.take(area[3], sin_stride, sines);
+  __syncwarp();
 #pragma unroll
   for (int r = 0; r < Rows; ++r) {
     float ga[NAng], gb[NAng], a[NAng], b[NAng];
@@ -215,6 +239,6 @@ __global__ void __launch_bounds__(Threads)
     rows::narrow(ga, g_cosines + r * NAng);
     rows::narrow(gb, g_sines + r * NAng);
   }
-  tile.store(g_cosines, da_cos);
-  tile.store(g_sines, da_sin);
+  tile.give(g_cosines, area[0], da_cos);
+  tile.give(g_sines, area[1], da_sin);
 }

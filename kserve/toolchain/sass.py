@@ -32,14 +32,14 @@ _CLASSES = {
 }
 _CLASS = re.compile("|".join(f"(?P<{name}>(?:{pattern})$)" for name, pattern in _CLASSES.items()))
 # Those whose width says whether the memory is used well.
-_BY_WIDTH = ("global_loads", "global_stores")
+_BY_WIDTH = ("async_copies", "global_loads", "global_stores")
 
 
 def instruction_mix(sass: str) -> dict[str, int]:
     """How many instructions of each class the code has, and in all; padding does not count.
 
-    Every class is there, with 0 where it has none. Global loads and stores are also counted by the bits of one access:
-    `global_loads_128`.
+    Every class is there, with 0 where it has none. Global loads and stores, and copies from global to shared memory,
+    are also counted by the bits of one access: `global_loads_128`.
     """
     counted: Counter[str] = Counter()
     for opcode, modifiers in _instructions(sass):

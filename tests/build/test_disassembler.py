@@ -39,7 +39,7 @@ LINES = {
     "LDG.E.ENL2.256 R8, R4, desc[UR6][R2.64]": ["global_loads", "global_loads_256"],
     "LD.E R4, [R2.64]": ["global_loads", "global_loads_32"],
     "STG.E.128 desc[UR6][R4.64], R8": ["global_stores", "global_stores_128"],
-    "LDGSTS.E.BYPASS.128 [R5], desc[UR6][R2.64]": ["async_copies"],
+    "LDGSTS.E.BYPASS.128 [R5], desc[UR6][R2.64]": ["async_copies", "async_copies_128"],
     "LDS.128 R4, [R0]": ["shared_loads"],
     "LDSM.16.M88.4 R4, [R0]": ["shared_loads"],
     "STS [R7], R0": ["shared_stores"],

@@ -30,6 +30,7 @@
 #define __align__(n) alignas(n)
 #define __CUDA_FP16_H__  // kserve/narrow.cuh leaves the types to us
 #define __CUDA_BF16_H__
+#define _CUDA_PIPELINE_PRIMITIVES_H_  // as kserve/async_copy.cuh leaves the functions
 
 struct dim3 {
   unsigned int x = 1, y = 1, z = 1;
@@ -74,8 +75,16 @@ struct Warp {
   unsigned char slots[warp_size][16];
 };
 
+// What a thread has begun to copy: done when it waits, so that a missing wait shows.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
 struct Fiber {
   ucontext_t context;
+  std::vector<Copy> copies;
   bool done = false;
   const Barrier* waits_for = nullptr;
   unsigned long until = 0;
@@ -255,6 +264,20 @@ inline int __reduce_or_sync(unsigned int mask, int value) {
   });
 }
 
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t bytes) {
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % bytes == 0 && reinterpret_cast<uintptr_t>(from) % bytes == 0;
+  if (!aligned || (bytes != 4 && bytes != 8 && bytes != 16))
+    host::fail("an asynchronous copy of a size or alignment that is none");
+  host::block->fibers[host::block->current].copies.push_back({to, from, bytes});
+}
+inline void __pipeline_commit() {}
+inline void __pipeline_wait_prior(size_t newer) {
+  if (newer != 0) host::fail("only waiting for all copies is here");
+  std::vector<host::Copy>& copies = host::block->fibers[host::block->current].copies;
+  for (const host::Copy& copy : copies) std::memcpy(copy.to, copy.from, copy.bytes);
+  copies.clear();
+}
+
 template <typename Value>
 Value atomicAdd(Value* where, Value value) {
   const Value before = *where;
@@ -277,6 +300,10 @@ T __ldcg(const T* from) {
 template <typename T>
 T __ldg(const T* from) {
   return *from;
+}
+template <typename T>
+void __stwb(T* to, T value) {
+  *to = value;
 }
 template <typename T>
 void __stcs(T* to, T value) {

@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(Threads)
       const long long from = __shfl_sync(edges::all_lanes, source, edge);
       const long long to = __shfl_sync(edges::all_lanes, target, edge);
       if (edge < count && inside) {
-        kserve::load_shared(x + from * Hidden + column, a[i]);
-        kserve::load_shared(x + to * Hidden + column, b[i]);
+        kserve::load(x + from * Hidden + column, a[i]);
+        kserve::load(x + to * Hidden + column, b[i]);
         kserve::load_once(edge_h + (first + edge) * Hidden + column, own[i]);
       }
     }

@@ -100,7 +100,7 @@ __device__ __forceinline__ void normalise(const T* __restrict__ x, const T* __re
 #pragma unroll
     for (int i = 0; i < Items; ++i) {
       if (exists(r) && inside(i)) {
-        kserve::load_once(x + offset(r, i), loaded[r][i]);
+        kserve::load(x + offset(r, i), loaded[r][i]);
       } else {
 #pragma unroll
         for (int j = 0; j < Width; ++j) loaded[r][i][j] = static_cast<T>(0.0f);
@@ -112,7 +112,7 @@ __device__ __forceinline__ void normalise(const T* __restrict__ x, const T* __re
   for (int r = 0; r < Rows; ++r) {
 #pragma unroll
     for (int i = 0; i < Items; ++i) {
-      if (exists(r) && inside(i)) kserve::load_once(residual + offset(r, i), added[r][i]);
+      if (exists(r) && inside(i)) kserve::load(residual + offset(r, i), added[r][i]);
     }
   }
 
@@ -160,8 +160,8 @@ __device__ __forceinline__ void normalise(const T* __restrict__ x, const T* __re
   for (int i = 0; i < Items; ++i) {
     if (!inside(i)) continue;
     float weight[Width], bias[Width];
-    kserve::load_shared(gamma + column(i), weight);
-    kserve::load_shared(beta + column(i), bias);
+    kserve::load(gamma + column(i), weight);
+    kserve::load(beta + column(i), bias);
 #pragma unroll
     for (int r = 0; r < Rows; ++r) {
       if (!exists(r)) continue;
@@ -178,7 +178,7 @@ __device__ __forceinline__ void normalise(const T* __restrict__ x, const T* __re
         if constexpr (Training) value = drawn[j] >= dropout.probability ? value * kept_scale : 0.0f;
         result[j] = static_cast<T>(value + static_cast<float>(added[r][i][j]));
       }
-      kserve::store_once(out + offset(r, i), result);
+      kserve::store(out + offset(r, i), result);
     }
   }
 }
