@@ -5,7 +5,8 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from kserve.errors import InvalidDefinition, InvalidSpec, closest
@@ -181,7 +182,8 @@ def is_same_value(value: SpecValue, wished: object) -> bool:
     return _plain(kind, wished) == value
 
 
-def is_plain_name(name: object) -> bool:
+@lru_cache(maxsize=1024)
+def is_plain_name(name: Hashable) -> bool:
     """Whether the text can name an axis or an argument: launch code is generated with these names in it."""
     return isinstance(name, str) and bool(NAME.fullmatch(name)) and name not in REFUSED_NAMES
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kserve.alias import Alias, alias_from_bytes, answer_digest, changed_since, is_as_it_was, request_digest
+from kserve.alias import Alias, Stamps, alias_from_bytes, answer_digest, changed_since, is_as_it_was, request_digest
 from kserve.artifact import DEBUGS, Artifact, Manifest, from_compact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kserve.client.given import Given
     from kserve.lockfile import Lock, Locked
 
-# A compiler that is replaced is noticed this much later by a process that has just looked.
+# A source or a compiler that is replaced is noticed this much later by a process that has just looked.
 _TRUSTED_S = 1.0
 
 
@@ -70,6 +70,9 @@ class Local:
         self._uids = identities(self.settings.trusted_uids) | {0}
         self._stores: list[FileStore] = []
         self._trusted: dict[str, float] = {}
+        self._looked_until = 0.0
+        self._looked: dict[tuple[str, int], bool] = {}
+        self._unchanged: list[tuple[list[str], Stamps]] = []
 
     @functools.cached_property
     def lock(self) -> Lock | None:
@@ -118,8 +121,22 @@ class Local:
 
     def touch(self, name: str) -> bool:
         """Note a use; whether the record is in the first store. A process comes here once for each kernel."""
-        self.stores[0].touch(name)
-        return bool(self.stores[0].stamp(name))
+        return self.stores[0].touch(name)
+
+    def changed_since(self, stamps: Stamps, roots: list[str]) -> str:
+        """The first file that is not as it was; empty when all are. A program that loads many kernels looks once."""
+        now = time.monotonic()
+        if now >= self._looked_until:
+            self._looked, self._unchanged, self._looked_until = {}, [], now + _TRUSTED_S
+        looked, unchanged = self._looked, self._unchanged
+        if (roots, stamps) in unchanged:
+            return ""
+        changed = changed_since(stamps, roots, looked)
+        if changed:
+            self._looked_until = 0.0
+        else:
+            unchanged.append((roots, stamps))
+        return changed
 
     def is_same_compiler(self, alias: Alias) -> bool:
         """Whether the files of the alias's compiler are as they were, and nobody here has imported another version."""
@@ -188,15 +205,12 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
         _check_debug(wish, lock)
     names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
     wanted = [_under(lock, names[position], wish, here) if lock else wish for position, wish in enumerate(wanted)]
-    seen: dict[tuple[str, int], bool] = {}
     found: dict[int, list[Artifact]] = {}
     why = dict.fromkeys(range(len(wanted)), "")
     chosen_by = dict.fromkeys(why, "")
     for position, wish in enumerate(wanted):
         try:
-            found[position], chosen_by[position] = (
-                (_named(here, names[position]), "locked") if names else _aliased(here, wish, seen)
-            )
+            found[position], chosen_by[position] = (_named(here, names[position]), "locked") if names else _aliased(here, wish)
         except _Doubt as doubt:
             why[position] = str(doubt)
     origins = dict.fromkeys(why, "disk")
@@ -259,7 +273,7 @@ def _named(here: Local, locked: Locked) -> list[Artifact]:
     return found
 
 
-def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> tuple[list[Artifact], str]:
+def _aliased(here: Local, wish: Wanted) -> tuple[list[Artifact], str]:
     """What the wish's alias names, and who chose the values of its knobs. Raises: _Doubt."""
     if wish.debug:
         raise _Doubt("it is a debug variant, which the daemon alone serves")
@@ -267,7 +281,7 @@ def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> tu
         raise _Doubt("there is no store yet that this process can trust")
     request, chosen_by = here.request_digest(wish), ""
     roots = [""] if wish.given else here.roots  # what a wish brings itself is stamped by its path
-    alias = _alias(here, request, seen, roots)
+    alias = _alias(here, request, roots)
     if alias.signpost is not None:
         from kserve.client.choice import values_at
 
@@ -275,19 +289,19 @@ def _aliased(here: Local, wish: Wanted, seen: dict[tuple[str, int], bool]) -> tu
         if values is None:
             raise _Doubt(chosen_by)
         if values:
-            alias = _alias(here, answer_digest(request, values), seen, roots)
+            alias = _alias(here, answer_digest(request, values), roots)
         elif not alias.variants:
             raise _Doubt("it is the first such request to this store")
     return [_held(here, found) for found in alias.variants], chosen_by
 
 
-def _alias(here: Local, name: str, seen: dict[tuple[str, int], bool], roots: list[str]) -> Alias:
+def _alias(here: Local, name: str, roots: list[str]) -> Alias:
     """The alias, while everything it was made of is as it was. Raises: _Doubt."""
     content = here.stores[0].get(f"alias/{name}")
     alias = None if content is None else alias_from_bytes(content)
     if alias is None:
         raise _Doubt("it is the first such request to this store")
-    if changed := changed_since(alias.stamps, roots, seen):
+    if changed := here.changed_since(alias.stamps, roots):
         raise _Doubt(f"{changed} has changed")
     if not here.is_same_compiler(alias):
         raise _Doubt(f"the {alias.language} compiler has changed")

@@ -138,11 +138,12 @@ class Kernel:
 
 
 class Roads:
-    """The binaries of one kernel, loaded, and the two ways to launch them.
+    """The binaries of one kernel, and the two ways to launch them.
 
     Args:
         artifacts: the variant for the declared facts, then the one for none, where there are two.
-        device:    loads them there; None leaves them unloaded, and a launch is an error.
+        device:    where they are launched: the first is loaded now, the other by the first launch that needs it. None: a launch
+                   is an error.
         launcher:  the setting: auto, python or compiled.
     Attributes:
         launch:  the road to take, called with the arguments, `stream` and `grid`.
@@ -154,7 +155,11 @@ class Roads:
         self._launcher = launcher
         # Variants with equal bytes, where the compiler made nothing of the facts, are one library.
         by_digest = {artifact.manifest.digest: artifact for artifact in reversed(artifacts)} if device is not None else {}
-        loaded = {digest: Library(artifact, device=device or 0) for digest, artifact in by_digest.items()}
+        # Most programs never pass an argument that the facts do not hold for: half the driver's time waits for the first one.
+        first = artifacts[0].manifest.digest
+        loaded = {
+            digest: Library(artifact, device=device or 0, ahead=digest == first) for digest, artifact in by_digest.items()
+        }
         self.libraries = [loaded[artifact.manifest.digest] for artifact in artifacts] if loaded else []
         self.launch: Callable[..., None] = self._first_call
         self.settled = False

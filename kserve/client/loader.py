@@ -23,6 +23,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _SHARED_OPTIN = 75, 76, 97  # CUdevice_att
 _SM_COUNT, _L2_BYTES = 16, 38  # the same
 _FUNCTION_SHARED_STATIC, _FUNCTION_SHARED_DYNAMIC = 1, 8  # CUfunction_attribute
 _POINTER_DEVICE = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Driver:
@@ -154,6 +155,16 @@ class Driver:
         finally:
             self.slow.cuCtxPopCurrent_v2(byref(c_void_p()))
 
+    @contextmanager
+    def allowed_while_capturing(self) -> Iterator[None]:
+        """Let this thread load code although a stream is being captured, which forbids by default what may wait."""
+        mode = c_int(_RELAXED)
+        self.check(self.quick.cuThreadExchangeStreamCaptureMode(byref(mode)), "change the capture mode")
+        try:
+            yield
+        finally:
+            self.quick.cuThreadExchangeStreamCaptureMode(byref(mode))
+
     def _primary(self, device: int) -> c_void_p:
         """The device's primary context, the one torch and CuPy use; held for the life of the process."""
         if device not in self._primaries:
@@ -175,22 +186,21 @@ def driver() -> Driver:
 
 
 class Library:
-    """One binary, loaded, and its function on each device it was asked for.
+    """One binary and its function on each device it was asked for.
 
+    Args:
+        ahead: give it to the driver now; else a launch that needs it does.
     Raises: LoadError when the binary does not fit this driver or device, before the driver sees a byte of it.
     """
 
-    def __init__(self, artifact: Artifact, *, device: int) -> None:
+    def __init__(self, artifact: Artifact, *, device: int, ahead: bool = True) -> None:
         self._artifact = artifact
         self._driver = driver()
         self.functions: dict[int, c_void_p] = {}
         self._check_contract(device)
-        handle = c_void_p()
-        image = ctypes.create_string_buffer(artifact.payload, len(artifact.payload))
-        status = self._driver.slow.cuLibraryLoadData(byref(handle), image, None, None, 0, None, None, 0)
-        self._driver.check(status, f"load {artifact.manifest.name} ({artifact.manifest.target})")
-        self._handle = handle
-        self.load_on(device)
+        self._handle: c_void_p | None = None
+        if ahead:
+            self.load_on(device)
 
     def _check_contract(self, device: int) -> None:
         manifest = self._artifact.manifest
@@ -219,7 +229,12 @@ class Library:
         check, slow = self._driver.check, self._driver.slow
         kernel, function = c_void_p(), c_void_p()
         symbol = self._artifact.manifest.contract.symbol.encode()
-        with self._driver.on_device(device):
+        with self._driver.allowed_while_capturing(), self._driver.on_device(device):
+            if self._handle is None:  # two threads at once load it twice, and either is as good
+                handle = c_void_p()
+                status = slow.cuLibraryLoadData(byref(handle), self._artifact.payload, None, None, 0, None, None, 0)
+                check(status, f"load {name} ({self._artifact.manifest.target})")
+                self._handle = handle
             check(slow.cuLibraryGetKernel(byref(kernel), self._handle, symbol), f"find {symbol.decode()} in {name}")
             check(slow.cuKernelGetFunction(byref(function), kernel), f"load {name} on device {device}")
             check(slow.cuFuncLoad(function), f"load {name} on device {device}")

@@ -138,6 +138,22 @@ def test_whatever_changed_the_daemon_is_asked(alone: Path, change):
         again()
 
 
+def test_a_program_that_loads_many_kernels_looks_at_their_files_once_a_second(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    settle(folder)
+    sizes = (4, 8, 16)
+    for size in sizes:
+        get_kernel("scale", target=TARGET, size=size)
+    down()
+    monkeypatch.setattr("kserve.client.connection.start_daemon", no_daemon)
+    began = time.monotonic()
+    assert again(size=4).origin == "disk"
+    edited(folder)
+    assert get_kernel("scale", target=TARGET, size=8).origin == "disk"
+    time.sleep(max(0.0, began + 1.1 - time.monotonic()))
+    with pytest.raises(DaemonUnreachable):
+        get_kernel("scale", target=TARGET, size=16)
+
+
 def test_a_folder_that_becomes_a_kernels_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (folder.parent / "another").mkdir()
     settle(folder)

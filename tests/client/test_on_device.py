@@ -96,6 +96,23 @@ def test_a_misaligned_view_takes_the_generic_variant(scale, data, shift, monkeyp
     assert scale.generic is not None
 
 
+def test_a_capture_may_be_the_first_to_need_the_generic_variant(scale, data):
+    import torch
+
+    x, out = data
+    client.forget()
+    fresh = get_kernel("scale")  # the driver has not seen its second variant
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fresh(x[1:], out[1:], 999, 2.0)
+    for factor in (1.0, 3.0):
+        x.mul_(factor)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (out[1:] == 2 * x[1:]).all()
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [

@@ -35,6 +35,13 @@ int cuCtxSynchronize(void) { return 0; }
 int cuCtxSetCurrent(void *context) { return 0; }
 int cuCtxPushCurrent_v2(void *context) { return 0; }
 int cuCtxPopCurrent_v2(void **context) { return 0; }
+int stub_capture_mode;
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  const int before = stub_capture_mode;
+  stub_capture_mode = *mode;
+  *mode = before;
+  return 0;
+}
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)0xC0; return 0; }
 char stub_name[256] = "Stub GPU";
 int cuDeviceGetName(char *name, int length, int device) { strncpy(name, stub_name, length); return 0; }

@@ -343,7 +343,19 @@ def test_addresses_are_launched_on_the_stream_that_is_named(memory):
     assert [launched.sizes for launched in launches] == [*[(1, 1, 1, 128, 1, 1, 0)] * 3, (2, 3, 1, 128, 1, 1, 0)]
     functions = [library.functions[0].value for library in found._roads.libraries]
     assert [launched.function for launched in launches] == [*[functions[0]] * 3, functions[1]], "a fact did not hold"
+    assert functions[0] != functions[1]
     assert launches[-1].params == (*(value.to_bytes(8, "little") for value in (MEMORY + 4, MEMORY)), b"\x07\0\0\0")
+
+
+def test_the_driver_gets_the_second_variant_with_the_launch_that_needs_it(memory):
+    found = loaded(memory)
+    declared, generic = found._roads.libraries
+    assert (list(declared.functions), list(generic.functions)) == ([0], [])
+    found(MEMORY, MEMORY + 64, 7, stream=5)
+    assert generic.functions == {}
+    found(MEMORY + 4, MEMORY + 64, 7, stream=5)
+    assert list(generic.functions) == [0]
+    assert memory.get("capture_mode") == 0, "as it was before"
 
 
 @pytest.mark.parametrize("launcher", ["python", pytest.param("compiled", marks=pytest.mark.toolchain)])
