@@ -1,4 +1,5 @@
 /* The quick road of a launch, compiled: what quick.py writes for one kernel, as a loop over a description of its arguments.
+ * And what lets an op find the kernel of a call that is like an earlier one, without looking at its tensors in Python.
  *
  * Torch tensors are read through the table of C functions that torch.Tensor offers to other libraries (DLPack's exchange API),
  * so no attribute is looked up between the call and the driver. Whatever is not an exact torch tensor or plain number, or
@@ -18,6 +19,7 @@
 #endif
 
 enum { MOST_PARAMS = 64, MOST_BYTES = 4096, MOST_DEPTH = 32, MOST_DEVICES = 64, N_SIZES = 7, NO_CONTEXT = 201 };
+enum { MOST_TENSORS = 8, MOST_DIMS = 8, MOST_LETTERS = 8 };
 
 /* What others have fixed: DLPack 1.x and two functions of the driver. */
 
@@ -81,16 +83,21 @@ typedef struct {
   void* known[MOST_DEVICES];
 } Variant;
 
+/* How tensors are read: the two types whose instances are plain ones, their library's functions, where they have to lie. */
+typedef struct {
+  PyObject *tensor, *parameter;
+  const Exchange* exchange;
+  int device_type;
+} Reader;
+
 typedef struct {
   PyObject_HEAD Param params[MOST_PARAMS];
   int n_params, n_args, n_bytes;
   bool has_pointers;
   Size sizes[N_SIZES];
   Variant declared, generic;
-  PyObject *tensor, *parameter; /* the two types whose instances are plain tensors */
   PyObject *slow, *failed;
-  const Exchange* exchange;
-  int device_type;
+  Reader reader;
   LaunchKernel launch_kernel;
   CurrentDevice current_device;
 } Launcher;
@@ -180,22 +187,25 @@ static bool is_contiguous(const View* view) {
   return true;
 }
 
-static bool read_pointer(const Launcher* self, const Param* param, PyObject* argument, Call* call) {
-  View view;
-  if (argument == Py_None && param->nullable) return true; /* the block is zero */
-  PyObject* type = (PyObject*)Py_TYPE(argument);
-  if (type != self->tensor && type != self->parameter) return false;
-  if (self->exchange->view_of(argument, &view) != 0) {
+/* The memory of a plain tensor on that device, or on any while it is -1, which becomes this one's. */
+static bool read_view(const Reader* reader, PyObject* tensor, int* device, View* view) {
+  PyObject* type = (PyObject*)Py_TYPE(tensor);
+  if (type != reader->tensor && type != reader->parameter) return false;
+  if (reader->exchange->view_of(tensor, view) != 0) {
     PyErr_Clear(); /* sparse, nested, on no device: the slow road says which */
     return false;
   }
-  const Dtype dtype = view.dtype;
-  if (view.device.type != self->device_type || dtype.code != param->dtype.code || dtype.bits != param->dtype.bits ||
-      dtype.lanes != 1)
-    return false;
-  if (call->device < 0) call->device = view.device.index;
+  if (*device < 0) *device = view->device.index;
   /* A null pointer: no elements, or a tensor without memory of its own, such as a functional one. */
-  if (view.device.index != call->device || view.data == NULL) return false;
+  return view->device.type == reader->device_type && view->device.index == *device && view->dtype.lanes == 1 &&
+         view->data != NULL;
+}
+
+static bool read_pointer(const Launcher* self, const Param* param, PyObject* argument, Call* call) {
+  View view;
+  if (argument == Py_None && param->nullable) return true; /* the block is zero */
+  if (!read_view(&self->reader, argument, &call->device, &view)) return false;
+  if (view.dtype.code != param->dtype.code || view.dtype.bits != param->dtype.bits) return false;
   if (param->contiguous && !is_contiguous(&view)) return false;
   const uint64_t address = (uint64_t)(uintptr_t)view.data + view.byte_offset;
   if (address & param->align_mask) call->facts_hold = false;
@@ -286,7 +296,8 @@ static bool prepare(Launcher* self, PyObject* const* args, Call* call) {
   call->function = function_on(call->facts_hold ? &self->declared : &self->generic, device);
   if (call->function == NULL) return false;
   call->stream = NULL; /* without a tensor there is no library whose stream it could be */
-  if (self->has_pointers && self->exchange->current_stream(self->device_type, device, &call->stream) != 0) {
+  const Reader* reader = &self->reader;
+  if (self->has_pointers && reader->exchange->current_stream(reader->device_type, device, &call->stream) != 0) {
     PyErr_Clear();
     return false;
   }
@@ -437,11 +448,13 @@ static bool read_sizes(Launcher* self, PyObject* sizes) {
   return true;
 }
 
-static bool find_exchange(Launcher* self, PyObject* capsule) {
+static bool make_reader(Reader* reader, PyObject* tensor, PyObject* parameter, PyObject* capsule) {
   const Exchange* found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
   while (found != NULL && found->major != 1) found = found->older;
   if (found == NULL || found->view_of == NULL || found->current_stream == NULL) return refuse("another version of DLPack");
-  self->exchange = found;
+  reader->tensor = Py_NewRef(tensor);
+  reader->parameter = Py_NewRef(parameter);
+  reader->exchange = found;
   return true;
 }
 
@@ -451,11 +464,10 @@ static bool fill(Launcher* self, PyObject* args, PyObject* named) {
   PyObject *params, *sizes, *tensor, *parameter, *exchange, *declared, *generic, *slow, *failed, *launch_kernel,
       *current_device;
   if (!PyArg_ParseTupleAndKeywords(args, named, "$O!O!OOOiO!O!OOO!O!", names, &PyTuple_Type, &params, &PyTuple_Type, &sizes,
-                                   &tensor, &parameter, &exchange, &self->device_type, &PyDict_Type, &declared, &PyDict_Type,
-                                   &generic, &slow, &failed, &PyLong_Type, &launch_kernel, &PyLong_Type, &current_device))
+                                   &tensor, &parameter, &exchange, &self->reader.device_type, &PyDict_Type, &declared,
+                                   &PyDict_Type, &generic, &slow, &failed, &PyLong_Type, &launch_kernel, &PyLong_Type,
+                                   &current_device))
     return false;
-  self->tensor = Py_NewRef(tensor);
-  self->parameter = Py_NewRef(parameter);
   self->declared.functions = Py_NewRef(declared);
   self->generic.functions = Py_NewRef(generic);
   self->slow = Py_NewRef(slow);
@@ -463,7 +475,7 @@ static bool fill(Launcher* self, PyObject* args, PyObject* named) {
   self->launch_kernel = (LaunchKernel)PyLong_AsVoidPtr(launch_kernel);
   self->current_device = (CurrentDevice)PyLong_AsVoidPtr(current_device);
   if (self->launch_kernel == NULL || self->current_device == NULL) return refuse("a function at no address");
-  return read_params(self, params) && read_sizes(self, sizes) && find_exchange(self, exchange);
+  return read_params(self, params) && read_sizes(self, sizes) && make_reader(&self->reader, tensor, parameter, exchange);
 }
 
 static PyObject* launcher_new(PyTypeObject* type, PyObject* args, PyObject* named) {
@@ -476,8 +488,8 @@ static PyObject* launcher_new(PyTypeObject* type, PyObject* args, PyObject* name
 static int launcher_traverse(PyObject* object, visitproc visit, void* arg) {
   Launcher* self = (Launcher*)object;
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT(self->tensor);
-  Py_VISIT(self->parameter);
+  Py_VISIT(self->reader.tensor);
+  Py_VISIT(self->reader.parameter);
   Py_VISIT(self->declared.functions);
   Py_VISIT(self->generic.functions);
   Py_VISIT(self->slow);
@@ -487,8 +499,8 @@ static int launcher_traverse(PyObject* object, visitproc visit, void* arg) {
 
 static int launcher_clear(PyObject* object) {
   Launcher* self = (Launcher*)object;
-  Py_CLEAR(self->tensor);
-  Py_CLEAR(self->parameter);
+  Py_CLEAR(self->reader.tensor);
+  Py_CLEAR(self->reader.parameter);
   Py_CLEAR(self->declared.functions);
   Py_CLEAR(self->generic.functions);
   Py_CLEAR(self->slow);
@@ -529,11 +541,149 @@ static PyType_Spec launcher_spec = {
     .slots = launcher_slots,
 };
 
-static int fill_module(PyObject* module) {
-  PyObject* type = PyType_FromModuleAndSpec(module, &launcher_spec, NULL);
-  const int failed = type == NULL ? -1 : PyModule_AddObjectRef(module, "Launcher", type);
+/* What calls of an op have in common. */
+
+typedef struct {
+  PyObject_HEAD Reader reader;
+  int n_tensors, n_letters, n_dims[MOST_TENSORS];
+  int8_t dims[MOST_TENSORS][MOST_DIMS]; /* a letter's place in order of appearance, or minus the size that is asked for */
+  bool in_key[MOST_LETTERS];
+} Signature;
+
+/* "n H, n H, H": tensors, and in each a letter or a digit for every dimension. */
+static bool read_pattern(Signature* self, const char* pattern) {
+  char letters[MOST_LETTERS];
+  self->n_tensors = 1;
+  for (; *pattern != '\0'; pattern++) {
+    const int tensor = self->n_tensors - 1, dim = self->n_dims[tensor];
+    const bool is_upper = *pattern >= 'A' && *pattern <= 'Z';
+    if (*pattern == ' ') continue;
+    if (*pattern == ',') {
+      if (self->n_tensors++ == MOST_TENSORS) return refuse("too many tensors in a pattern");
+      continue;
+    }
+    if (dim == MOST_DIMS) return refuse("too many dimensions in a pattern");
+    self->n_dims[tensor]++;
+    if (*pattern >= '1' && *pattern <= '9') {
+      self->dims[tensor][dim] = (int8_t)('0' - *pattern);
+      continue;
+    }
+    if (!is_upper && (*pattern < 'a' || *pattern > 'z')) return refuse("a pattern has letters, digits, spaces and commas");
+    int place = 0;
+    while (place < self->n_letters && letters[place] != *pattern) place++;
+    if (place == MOST_LETTERS) return refuse("too many letters in a pattern");
+    if (place == self->n_letters) letters[self->n_letters++] = *pattern;
+    self->in_key[place] = is_upper;
+    self->dims[tensor][dim] = (int8_t)place;
+  }
+  return true;
+}
+
+static bool fits(const Signature* self, int tensor, const View* view, int64_t* sizes) {
+  if (view->n_dims != self->n_dims[tensor] || !is_contiguous(view)) return false;
+  for (int dim = 0; dim < view->n_dims; dim++) {
+    const int place = self->dims[tensor][dim];
+    const int64_t size = view->shape[dim];
+    if (place < 0 ? size != -place : sizes[place] >= 0 && sizes[place] != size) return false;
+    if (place >= 0) sizes[place] = size;
+  }
+  return true;
+}
+
+/* (key, size of each letter), or None where the tensors do not fit. The key: dtypes, device, sizes of upper-case letters. */
+static PyObject* match(PyObject* object, PyObject* const* args, Py_ssize_t n_args) {
+  const Signature* self = (Signature*)object;
+  int64_t sizes[MOST_LETTERS], key[1 + MOST_TENSORS + MOST_LETTERS];
+  int device = -1, n_words = 1;
+  if (n_args != self->n_tensors) return Py_NewRef(Py_None);
+  for (int i = 0; i < self->n_letters; i++) sizes[i] = -1;
+  for (int i = 0; i < self->n_tensors; i++) {
+    View view;
+    if (!read_view(&self->reader, args[i], &device, &view) || !fits(self, i, &view, sizes)) return Py_NewRef(Py_None);
+    key[n_words++] = view.dtype.code << 8 | view.dtype.bits;
+  }
+  key[0] = device;
+  for (int i = 0; i < self->n_letters; i++) {
+    if (self->in_key[i]) key[n_words++] = sizes[i];
+  }
+  PyObject* found = PyTuple_New(1 + self->n_letters);
+  for (int i = -1; found != NULL && i < self->n_letters; i++) {
+    PyObject* item =
+        i < 0 ? PyBytes_FromStringAndSize((const char*)key, n_words * (Py_ssize_t)sizeof *key) : PyLong_FromLongLong(sizes[i]);
+    if (item == NULL || PyTuple_SetItem(found, i + 1, item) != 0) Py_CLEAR(found);
+  }
+  return found;
+}
+
+static PyObject* signature_new(PyTypeObject* type, PyObject* args, PyObject* named) {
+  static char* names[] = {"pattern", "tensor", "parameter", "exchange", "device_type", NULL};
+  const allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  const char* pattern;
+  PyObject *tensor, *parameter, *exchange;
+  Signature* self = (Signature*)allocate(type, 0); /* zeroed */
+  if (self != NULL && !(PyArg_ParseTupleAndKeywords(args, named, "s$OOOi", names, &pattern, &tensor, &parameter, &exchange,
+                                                    &self->reader.device_type) &&
+                        read_pattern(self, pattern) && make_reader(&self->reader, tensor, parameter, exchange)))
+    Py_CLEAR(self);
+  return (PyObject*)self;
+}
+
+static int signature_traverse(PyObject* object, visitproc visit, void* arg) {
+  Signature* self = (Signature*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->reader.tensor);
+  Py_VISIT(self->reader.parameter);
+  return 0;
+}
+
+static int signature_clear(PyObject* object) {
+  Signature* self = (Signature*)object;
+  Py_CLEAR(self->reader.tensor);
+  Py_CLEAR(self->reader.parameter);
+  return 0;
+}
+
+static void signature_dealloc(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  const freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  PyObject_GC_UnTrack(object);
+  signature_clear(object);
+  release(object);
+  Py_DECREF(type);
+}
+
+static PyMethodDef signature_methods[] = {
+    {"match", (PyCFunction)(void (*)(void))match, METH_FASTCALL, "match(*tensors) -> (key, *sizes) or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot signature_slots[] = {
+    {Py_tp_doc, "What calls of an op have in common; see _launcher.pyi."},
+    {Py_tp_new, signature_new},
+    {Py_tp_traverse, signature_traverse},
+    {Py_tp_clear, signature_clear},
+    {Py_tp_dealloc, signature_dealloc},
+    {Py_tp_methods, signature_methods},
+    {0, NULL},
+};
+
+static PyType_Spec signature_spec = {
+    .name = "kserve.client._launcher.Signature",
+    .basicsize = sizeof(Signature),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = signature_slots,
+};
+
+static int add_type(PyObject* module, const char* name, PyType_Spec* spec) {
+  PyObject* type = PyType_FromModuleAndSpec(module, spec, NULL);
+  const int failed = type == NULL ? -1 : PyModule_AddObjectRef(module, name, type);
   Py_XDECREF(type);
   return failed;
+}
+
+static int fill_module(PyObject* module) {
+  const int failed = add_type(module, "Launcher", &launcher_spec);
+  return failed ? failed : add_type(module, "Signature", &signature_spec);
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, fill_module}, {0, NULL}};

@@ -39,3 +39,19 @@ class Launcher:
         current_device: int,
     ) -> Launcher: ...
     def launch(self, *args: Any, stream: Any = None, grid: Any = None) -> None: ...
+
+class Signature:
+    """What calls of one op have in common: how many tensors, dense ones on one device, and which of their sizes are equal.
+
+    Args:
+        pattern: "n H, n H, H": for each tensor a letter or a digit (1 to 9: that size) for every dimension.
+        others:  as above.
+    Raises: ValueError for another pattern.
+    """
+
+    def __new__(cls, pattern: str, *, tensor: type, parameter: type, exchange: object, device_type: int) -> Signature: ...
+    def match(self, *tensors: Any) -> tuple[Any, ...] | None:
+        """(key, size of each letter in order of appearance), or None for tensors that do not fit or have no elements.
+
+        The key is bytes, equal for calls with the same dtypes, device and sizes of upper-case letters.
+        """

@@ -91,6 +91,19 @@ def compiled_road(
         return None
 
 
+def compiled_match(pattern: str, torch: Any, *, device_type: int = _CUDA) -> Callable[..., tuple[Any, ...] | None] | None:
+    """`Signature(pattern).match`; None where it was not built, or torch is too old to be read by it."""
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    try:
+        from kserve.client._launcher import Signature
+    except ImportError:
+        return None
+    if exchange is None:
+        return None
+    plain = {"tensor": torch.Tensor, "parameter": torch.nn.Parameter}
+    return Signature(pattern, **plain, exchange=exchange, device_type=device_type).match
+
+
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 

@@ -32,10 +32,14 @@ from kserve.errors import (
     StoreError,
     UnsupportedTarget,
 )
+from kserve.ops.signature import PLAIN, Match, matcher
 
 CUDA, COMPILED, PYTORCH = "cuda", "compiled", "pytorch"
 BACKENDS = (PYTORCH, COMPILED, CUDA)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# No public names tell the first two. Bound once: to look them up costs as much as to call them.
+_n_modes = torch._C._len_torch_dispatch_stack  # noqa: SLF001
+_transforms = torch._C._functorch.peek_interpreter_stack  # noqa: SLF001
+_records = torch.is_grad_enabled
 # What keeps a kernel from being there, as opposed to what is wrong with a call.
 _MISSING = (BuildError, LoadError, LockMismatch, ServiceError, StoreError)
 
@@ -175,50 +179,63 @@ def _compiled(reference: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def usual(kind: tuple[Any, ...], tensors: tuple[Any, ...]) -> Any:
-    """What `settle` was given for a call of this kind, where nothing about it is unusual; it then counts as served. Else None.
+class Usual:
+    """Calls of one op whose like has been served: what serves them, found in a microsecond or two.
 
     A front door checks, asks for the backend and looks for its kernel: 5 to 10 us of Python, more than the launch. A model
-    makes the same kind of call thousands of times, and what the first of its kind has settled need not be asked again. The
-    launcher still refuses another dtype, device or layout; shapes are the op's own matter.
+    makes the same kind of call thousands of times, and what the first of its kind has settled need not be asked again.
 
     Not to be asked while tracing, and no branch on a size before it either: what is traced holds for other calls too.
 
     Args:
-        kind:    the op, and all that decides what serves it, but for sizes that change from batch to batch.
-        tensors: dense and without a gradient to record, or the call is not usual.
+        op:      its name.
+        pattern: of its tensors, as `signature.matcher` reads it.
     """
-    state = _known or _state()
-    found = state.usual.get(kind)
-    # The backend: a call that was under way in another thread may have settled after another one was chosen.
-    if found is None or state.backend != CUDA or in_transform():
-        return None
-    if profiler._is_profiler_enabled or torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - as in `region` and `is_plain`
-        return None
-    records = torch.is_grad_enabled()
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN or not tensor.is_contiguous() or (records and tensor.requires_grad):
+
+    def __init__(self, op: str, pattern: str) -> None:
+        self._op = op
+        self._counted = (op, CUDA)
+        self._pattern = pattern
+        self._match: Match | None = None
+
+    def find(self, *tensors: Any, asked: object = None) -> tuple[Any, tuple[Any, ...]] | None:
+        """What `settle` was given for a call like this one, and its sizes behind one key; it then counts as served. Else None.
+
+        Args:
+            asked: what decides besides the tensors.
+        """
+        state = _known or _state()
+        match = self._match
+        # The backend: a call that was under way in another thread may have settled after another one was chosen.
+        if match is None or state.backend != CUDA or _n_modes() or in_transform():
             return None
-    state.served[kind[0], CUDA] += 1
-    return found
+        sizes = match(*tensors)
+        found = None if sizes is None else state.usual.get((self._op, asked, sizes[0]))
+        if sizes is None or found is None or profiler._is_profiler_enabled:  # noqa: SLF001 - as in `region`
+            return None
+        if _records():
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    return None
+        state.served[self._counted] += 1
+        return found, sizes
 
-
-def settle(kind: tuple[Any, ...], found: Any) -> None:
-    """Keep what serves calls of this kind, until another backend is chosen or a kernel is given up."""
-    _state().usual[kind] = found
+    def settle(self, tensors: tuple[Any, ...], found: Any, *, asked: object = None) -> None:
+        """Keep what serves calls like this one, until another backend is chosen or a kernel is given up."""
+        match = self._match = self._match or matcher(self._pattern)
+        sizes = match(*tensors)
+        if sizes is not None:
+            _state().usual[self._op, asked, sizes[0]] = found
 
 
 def in_transform() -> bool:
     """Whether a transform of torch.func or a forward derivative is active: a kernel would see through it, or lose it."""
-    # No public names tell it.
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return forward_ad._current_level >= 0 or _transforms() is not None  # noqa: SLF001
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether an op can be run on the spot: it is not traced, and no mode or subclass has to see it."""
-    return (
-        not torch.compiler.is_compiling() and type(tensor) in _PLAIN and torch._C._len_torch_dispatch_stack() == 0  # noqa: SLF001 - no public name tells it
-    )
+    return not torch.compiler.is_compiling() and type(tensor) in PLAIN and _n_modes() == 0
 
 
 def check_no_gradient(op: str, *tensors: torch.Tensor) -> None:

@@ -8,12 +8,14 @@ from kserve.client import get_kernel
 from kserve.client.launch import Kernel
 from kserve.errors import LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, check_no_gradient, is_plain, serve, settle, usual
+from kserve.ops.allocate import empty
+from kserve.ops.backend import CUDA, Usual, backend, check_no_gradient, is_plain, serve
 from kserve.ops.library import define
 
 WIDEST = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_usual = Usual("edge_features", "n H, 2 e, e H")
 
 
 def edge_features(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tensor) -> torch.Tensor:
@@ -39,12 +41,11 @@ def edge_features(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tenso
     Raises:   LaunchError for a tensor of the wrong shape, dtype, device or layout, or one that requires a gradient; with
               `strict` BuildError.
     """
-    if not torch.compiler.is_compiling() and x.dim() == edge_h.dim() == edge_index.dim() == 2:
-        (n_nodes, hidden), (n_edges, width) = x.shape, edge_h.shape
-        if n_nodes and n_edges and width == hidden and edge_index.shape == (2, n_edges):
-            kernel = usual(("edge_features", hidden, x.dtype, x.device), (x, edge_index, edge_h))
-            if kernel is not None:
-                return _launch_on(kernel, x, edge_index, edge_h, sizes=(n_nodes, n_edges, hidden))
+    if not torch.compiler.is_compiling():
+        found = _usual.find(x, edge_index, edge_h)
+        if found is not None:
+            kernel, (_, n_nodes, hidden, n_edges) = found
+            return _launch_on(kernel, x, edge_index, edge_h, sizes=(n_nodes, n_edges, hidden))
     _check(x, edge_index, edge_h)
     with region("edge_features.fwd"):
         if is_plain(x):
@@ -91,13 +92,13 @@ def _launch(x: torch.Tensor, edge_index: torch.Tensor, edge_h: torch.Tensor) -> 
     (n_nodes, hidden), n_edges = x.shape, edge_h.shape[0]
     kernel = get_kernel("fused_edge_features", dtype=_KERNEL_DTYPES[x.dtype], hidden=hidden)
     out = _launch_on(kernel, x, edge_index, edge_h, sizes=(n_nodes, n_edges, hidden))
-    settle(("edge_features", hidden, x.dtype, x.device), kernel)
+    _usual.settle((x, edge_index, edge_h), kernel)
     return out
 
 
 def _launch_on(kernel: Kernel, *tensors: torch.Tensor, sizes: tuple[int, int, int]) -> torch.Tensor:
     n_nodes, n_edges, hidden = sizes
-    out: torch.Tensor = tensors[0].new_empty((n_edges, 3 * hidden))
+    out = empty((n_edges, 3 * hidden), (3 * hidden, 1), tensors[0])
     kernel(*tensors, out, n_nodes, n_edges)
     return out
 

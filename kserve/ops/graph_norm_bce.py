@@ -10,13 +10,15 @@ from kserve.client import get_kernel, get_kernels
 from kserve.client.launch import Kernel
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, is_plain, serve, settle, usual
+from kserve.ops.allocate import empty
+from kserve.ops.backend import CUDA, Usual, backend, is_plain, serve
 from kserve.ops.library import define
 
 _FEW_EDGES = 8192  # up to here one block is done before a second kernel would begin
 # Edges of a chunk: few, so that every multiprocessor has some; but one block joins the records of all chunks, and more than
 # 2,048 would keep it busy, until a chunk is so long that reading it takes far longer than that.
 _SMALLEST_CHUNK, _LARGEST_CHUNK, _MOST_RECORDS = 1024, 16384, 2048
+_usual = Usual("graph_norm_bce", "e, e, e")
 
 
 def graph_norm_bce(
@@ -57,12 +59,10 @@ def graph_norm_bce(
               pos_weight that requires a gradient; with `strict` BuildError.
     """
     if not torch.compiler.is_compiling() and deterministic and pos_weight is None and _is_count(n_graphs):
-        n_edges = logits.numel()
-        if n_edges and logits.shape == target.shape == edge_graph.shape == (n_edges,):
-            kind = ("graph_norm_bce", n_edges <= _FEW_EDGES, logits.dtype, logits.device)
-            kernels = usual(kind, (logits, target, edge_graph))
-            if kernels is not None:
-                return _launch_on(kernels, (logits, target, edge_graph, pos_weight), n_graphs)
+        found = _usual.find(logits, target, edge_graph, asked=logits.numel() <= _FEW_EDGES)
+        if found is not None:
+            kernels, (_, n_edges) = found
+            return _launch_on(kernels, (logits, target, edge_graph, None), n_edges, n_graphs)
     call = Call(logits, target, edge_graph, n_graphs, pos_weight, deterministic)
     _check(call)
     with region("graph_norm_bce.fwd"):
@@ -179,18 +179,15 @@ def _launch(*given: Any) -> torch.Tensor:
     is_few = call.logits.numel() <= _FEW_EDGES
     names = ("graph_norm_bce_few",) if is_few else ("graph_norm_bce_chunks", "graph_norm_bce_mean")
     kernels = tuple(get_kernels([(name, {}) for name in names]))  # built at the same time
-    out = _launch_on(kernels, (*call[:3], call.pos_weight), call.n_graphs)
-    settle(("graph_norm_bce", is_few, call.logits.dtype, call.logits.device), kernels)
+    out = _launch_on(kernels, (*call[:3], call.pos_weight), call.logits.numel(), call.n_graphs)
+    _usual.settle(call[:3], kernels, asked=is_few)
     return out
 
 
-def _launch_on(kernels: tuple[Kernel, ...], edges: tuple[torch.Tensor | None, ...], n_graphs: int) -> torch.Tensor:
-    logits, _, edge_graph, _ = edges
-    assert logits is not None and edge_graph is not None
-    n_edges = logits.shape[0]
+def _launch_on(kernels: tuple[Kernel, ...], edges: tuple[Any, ...], n_edges: int, n_graphs: int) -> torch.Tensor:
     chunk = chunk_of(n_edges)
-    scratch = edge_graph.new_empty(scratch_words(n_edges, n_graphs, chunk))
-    out: torch.Tensor = logits.new_empty(())
+    scratch = empty((scratch_words(n_edges, n_graphs, chunk),), (1,), edges[0], torch.int64)
+    out = empty((), (), edges[0])
     if len(kernels) == 1:
         kernels[0](*edges, scratch, out, n_edges, n_graphs)
     else:

@@ -11,7 +11,8 @@ from kserve.client import get_kernel
 from kserve.client.launch import Kernel
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, check_no_gradient, is_plain, serve, settle, usual
+from kserve.ops.allocate import empty
+from kserve.ops.backend import CUDA, Usual, backend, check_no_gradient, is_plain, serve
 from kserve.ops.library import define
 from kserve.ops.random import advance, random_state
 
@@ -19,6 +20,7 @@ WIDEST = 8192
 _MOST_ROWS = 2**31 - 1
 _KERNEL_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _DTYPES = (*_KERNEL_DTYPES, torch.float64)
+_usual = Usual("norm_residual", "n H, n H, H, H")
 
 
 def norm_residual(
@@ -64,14 +66,11 @@ def norm_residual(
               requires a gradient; with `strict` BuildError.
     """
     _check_options(dropout_p, eps=eps)
-    is_special = torch.compiler.is_compiling() or (training and dropout_p > 0.0) or x.dim() != 2
-    if gamma is not None and beta is not None and not is_special:
-        n, hidden = x.shape
-        is_float32 = gamma.dtype is torch.float32 and beta.dtype is torch.float32  # as the kernel reads them
-        if n and is_float32 and residual.shape == (n, hidden) and gamma.shape == (hidden,) and beta.shape == (hidden,):
-            kernel = usual(("norm_residual", hidden, x.dtype, x.device), (x, residual, gamma, beta))
-            if kernel is not None:
-                return _launch_on(kernel, (x, residual, gamma, beta), n, eps)
+    if not torch.compiler.is_compiling() and not (training and dropout_p > 0.0):
+        found = _usual.find(x, residual, gamma, beta)
+        if found is not None:
+            kernel, (_, n, hidden) = found
+            return _launch_on(kernel, (x, residual, gamma, beta), (n, hidden), eps)
     _check_tensors(x, residual, gamma, beta)
     with region("norm_residual.fwd"):
         call = Call(x, residual, gamma, beta, dropout_p if training else 0.0, eps)
@@ -166,8 +165,9 @@ def _launch(*given: Any) -> torch.Tensor:
     tensors = (x, call.residual, _affine(call.gamma, 1.0, x), _affine(call.beta, 0.0, x))
     if call.dropout_p == 0.0:
         kernel = get_kernel("fused_norm_residual", dtype=dtype, hidden=hidden, training=False)
-        out = _launch_on(kernel, tensors, n, call.eps)
-        settle(("norm_residual", hidden, x.dtype, x.device), kernel)
+        out = _launch_on(kernel, tensors, (n, hidden), call.eps)
+        if tensors[2] is call.gamma and tensors[3] is call.beta:  # as the kernel reads them
+            _usual.settle(tensors, kernel)
         return out
     out = torch.empty_like(x)
     kernel = get_kernel("fused_norm_residual_dropout", dtype=dtype, hidden=hidden)
@@ -176,8 +176,9 @@ def _launch(*given: Any) -> torch.Tensor:
     return out
 
 
-def _launch_on(kernel: Kernel, tensors: tuple[torch.Tensor, ...], n: int, eps: float) -> torch.Tensor:
-    out = torch.empty_like(tensors[0])
+def _launch_on(kernel: Kernel, tensors: tuple[Any, ...], sizes: tuple[int, int], eps: float) -> torch.Tensor:
+    n, hidden = sizes
+    out = empty(sizes, (hidden, 1), tensors[0])
     kernel(*tensors, out, n, eps)
     return out
 

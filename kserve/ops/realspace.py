@@ -11,7 +11,8 @@ from kserve.client import get_kernel
 from kserve.client.launch import Kernel
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import check_device, check_dtype, check_shape, region
-from kserve.ops.backend import CUDA, backend, is_plain, serve, settle, usual
+from kserve.ops.allocate import empty
+from kserve.ops.backend import CUDA, Usual, backend, is_plain, serve
 from kserve.ops.circle import ACTIVATIONS, Bases, bases, checked_n_grid, default_n_grid, reference, reference_gradient
 from kserve.ops.library import define
 
@@ -36,6 +37,7 @@ FORMS = (
     Form("realspace_cuda_fwd", "realspace_cuda_bwd", tuple(_KERNEL_DTYPES), 32, any_basis=False),
     Form("realspace_fwd", "realspace_bwd", (torch.float32,), 256, any_basis=True),
 )
+_usual = Usual("realspace", "n f M, n f M")
 
 
 def realspace(
@@ -77,12 +79,12 @@ def realspace(
     Traffic:  forward 4, backward 6 times n_e F n_ang * itemsize bytes, and twice the size of each operand that is copied.
     Raises:   InvalidSpec for an option; LaunchError for a tensor of the wrong shape, dtype or device; with `strict` BuildError.
     """
-    if activation == "silu" and basis is None and (n_grid is None or type(n_grid) is int):
-        is_pair = a_cos.dim() == 3 and a_sin.shape == a_cos.shape and a_sin.dtype is a_cos.dtype
-        if is_pair and not torch.compiler.is_compiling() and a_cos.numel() and not (a_cos.is_neg() or a_sin.is_neg()):
-            kernel = usual(("realspace", a_cos.size(2), n_grid, a_cos.dtype, a_cos.device), (a_cos, a_sin))
-            if kernel is not None:
-                return _launch_on(kernel, a_cos, a_sin)
+    is_standard = activation == "silu" and basis is None and (n_grid is None or type(n_grid) is int)
+    if is_standard and not torch.compiler.is_compiling() and not (a_cos.is_neg() or a_sin.is_neg()):
+        found = _usual.find(a_cos, a_sin, asked=n_grid)
+        if found is not None:
+            kernel, (_, *sizes) = found
+            return _launch_on(kernel, a_cos, a_sin, sizes)
     n_grid = _check(a_cos, a_sin, n_grid, activation=activation, basis=basis)
     with region("realspace.fwd"):
         reason = reason_for_reference(a_cos, a_sin, n_grid, activation, basis=basis)
@@ -212,7 +214,7 @@ def _launch(operands: tuple[torch.Tensor, ...], basis: Bases | None, n_grid: int
     kernel = get_kernel(name, dtype=_KERNEL_DTYPES[operands[-1].dtype], n_ang=n_ang, n_grid=grid)
     if len(operands) == 2 and not form.any_basis:
         for asked in (n_grid, *(() if grid else (None,))):  # as a caller may write it
-            settle(("realspace", n_ang, asked, operands[-1].dtype, operands[-1].device), kernel)
+            _usual.settle(operands, kernel, asked=asked)
     results = _results(operands[-1])
     if form.any_basis:
         constants = _standard_bases(n_ang, n_grid, operands[-1].device) if basis is None else basis
@@ -223,10 +225,12 @@ def _launch(operands: tuple[torch.Tensor, ...], basis: Bases | None, n_grid: int
     return results
 
 
-def _launch_on(kernel: Kernel, a_cos: torch.Tensor, a_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_on(kernel: Kernel, a_cos: torch.Tensor, a_sin: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Forwards, both operands row by row."""
-    results = torch.empty_like(a_cos), torch.empty_like(a_cos)
-    kernel(a_cos, a_sin, *results, a_cos.shape[0] * a_cos.shape[1], 0, 0)
+    n_e, n_features, n_ang = sizes
+    strides = (n_features * n_ang, n_ang, 1)
+    results = empty((n_e, n_features, n_ang), strides, a_cos), empty((n_e, n_features, n_ang), strides, a_cos)
+    kernel(a_cos, a_sin, *results, n_e * n_features, 0, 0)
     return results
 
 

@@ -13,7 +13,7 @@ from kserve.config import load_settings
 from kserve.errors import BuildError, InvalidSpec, LaunchError, NotBuilt, RequestError, UnsupportedTarget
 from kserve.ops import backend as current
 from kserve.ops import edge_features, given_up, served, set_backend
-from kserve.ops.backend import forget, serve, settle, summary, usual
+from kserve.ops.backend import Usual, forget, serve, summary
 from tests.support.processes import python
 
 X = torch.ones(3)
@@ -49,52 +49,65 @@ def test_a_backend_can_be_chosen_in_any_case_and_says_what_it_replaces():
     assert served() == {"op": {"compiled": 1, "pytorch": 1}}
 
 
-def asked(*tensors: torch.Tensor, kind: str = "kind") -> object:
-    return usual(("op", kind, 3), tensors)
+@pytest.fixture
+def usual(monkeypatch):
+    """Recognises tensors of any device, as the compiled form does not."""
+    monkeypatch.setenv("KSERVE_LAUNCHER", "python")
+    return Usual("op", "n")
 
 
-def test_a_usual_call_gets_what_the_first_of_its_kind_has_settled():
-    assert asked(X) is None and served() == {}
-    settle(("op", "kind", 3), "kernel")
-    assert asked(X, X) == "kernel" and asked(torch.nn.Parameter(X, requires_grad=False)) == "kernel"
+def test_a_usual_call_gets_what_the_first_of_its_kind_has_settled(usual):
+    assert usual.find(X) is None and served() == {}
+    usual.settle((X,), "kernel")
+    kernel, (_, size) = usual.find(X)
+    assert (kernel, size) == ("kernel", 3)
+    assert usual.find(torch.nn.Parameter(torch.ones(5), requires_grad=False))[0] == "kernel"
     assert served() == {"op": {"cuda": 2}}
-    assert asked(X, kind="another") is None
+    assert usual.find(X, asked="another") is None
+    usual.settle((X,), "other kernel", asked="another")
+    assert (usual.find(X)[0], usual.find(X, asked="another")[0]) == ("kernel", "other kernel")
+    assert usual.find(X.double()) is None
 
 
-def test_what_is_unusual_takes_the_long_road():
-    settle(("op", "kind", 3), "kernel")
+def test_tensors_that_are_never_recognised_settle_nothing(usual):
+    usual.settle((torch.ones(4, 2),), "kernel")
+    assert usual.find(torch.ones(4, 2)) is None
+
+
+def test_what_is_unusual_takes_the_long_road(usual):
+    usual.settle((X,), "kernel")
     needs_gradient = X.clone().requires_grad_()
-    for tensor in (needs_gradient, torch.ones(4, 2).t(), "text"):
-        assert asked(X, tensor) is None
+    for tensor in (needs_gradient, torch.ones(4)[::2], "text"):
+        assert usual.find(tensor) is None
     with torch.no_grad():
-        assert asked(X, needs_gradient) == "kernel"
+        assert usual.find(needs_gradient)[0] == "kernel"
     with FakeTensorMode():
-        assert asked(X) is None
+        assert usual.find(X) is None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert asked(X) is None, "its region would be missing"
+        assert usual.find(X) is None, "its region would be missing"
     assert served() == {"op": {"cuda": 1}}
 
 
-def test_a_call_that_settles_after_another_backend_was_chosen_changes_nothing():
+def test_a_call_that_settles_after_another_backend_was_chosen_changes_nothing(usual):
     """As one that was under way in another thread."""
     set_backend("pytorch")
-    settle(("op", "kind", 3), "kernel")
-    assert asked(X) is None and served() == {}
+    usual.settle((X,), "kernel")
+    assert usual.find(X) is None and served() == {}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # make_dual's own, from torch 2.14
-def test_a_transform_gets_the_reference_which_torch_can_differentiate_and_batch():
-    settle(("op", "kind", 3), "kernel")
+def test_a_transform_gets_the_reference_which_torch_can_differentiate_and_batch(usual):
+    usual.settle((X,), "kernel")
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(X, 2 * X)
-        assert asked(dual) is None
+        assert usual.find(dual) is None
         found = serve("op", (dual,), kernel=torch.zeros_like, reference=lambda x: 3 * x, reason=None)
         assert torch.equal(forward_ad.unpack_dual(found).tangent, 6 * X)
     seen = []
-    torch.func.vmap(lambda x: seen.append(asked(x)) or x)(torch.ones(2, 3))
+    torch.func.vmap(lambda x: seen.append(usual.find(x)) or x)(torch.ones(2, 3))
     assert seen == [None]
     assert served() == {"op": {"pytorch": 1}}
-    assert asked(X) == "kernel"
+    assert usual.find(X)[0] == "kernel"
 
 
 def give_up() -> None:
@@ -103,10 +116,10 @@ def give_up() -> None:
 
 
 @pytest.mark.parametrize("end", [lambda: set_backend("cuda"), forget, give_up])
-def test_what_was_settled_is_forgotten_when_it_may_no_longer_hold(end):
-    settle(("op", "kind", 3), "kernel")
+def test_what_was_settled_is_forgotten_when_it_may_no_longer_hold(usual, end):
+    usual.settle((X,), "kernel")
     end()
-    assert asked(X) is None
+    assert usual.find(X) is None
 
 
 @pytest.mark.parametrize("name", ["triton", "", None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ import torch._dynamo.config
 
 from kserve.errors import InvalidSpec, LaunchError
 from kserve.ops import edge_features, graph_norm_bce, norm_residual, realspace, served, set_backend
-from kserve.ops.backend import forget, settle
+from kserve.ops.backend import Usual, forget
 from kserve.ops.realspace import reference
 
 
@@ -98,14 +99,17 @@ def test_a_gradient_is_asked_for_after_calls_without(gpu):
         norm_residual(x.requires_grad_(), residual, gamma, beta)
 
 
-def test_two_dtypes_are_no_usual_pair():
+def test_two_dtypes_are_no_usual_pair(monkeypatch):
     forget()
+    monkeypatch.setenv("KSERVE_LAUNCHER", "python")  # the compiled form knows tensors of a GPU alone
+    usual = Usual("realspace", "n f M, n f M")
+    monkeypatch.setattr(import_module("kserve.ops.realspace"), "_usual", usual)
     a = torch.randn(5, 8, 3)
 
     def kernel(*_: object) -> None:
         raise LaunchError("a_sin has another dtype")
 
-    settle(("realspace", 3, None, torch.float32, a.device), kernel)
+    usual.settle((a, a), kernel)
     with pytest.raises(LaunchError):
         realspace(a, a)
     mixed = a, a.bfloat16()
