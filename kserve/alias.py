@@ -7,6 +7,7 @@ daemon. A stamp is size, modification time, change time (both in ns) and inode. 
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import os
 import stat
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from kserve.artifact import COMPACT_FORM
 from kserve.key import canonical_json, digest_of, sealed, unsealed
 
-ALIAS_SCHEMA = 3
+ALIAS_SCHEMA = 4
 # More files than this around one kernel: stamping them costs more than asking.
 _MOST_STAMPS = 2000
 # File systems count time in ticks of up to 10 ms: a file younger than this may change again under the same stamp.
@@ -50,7 +51,8 @@ class Alias(NamedTuple):
                    nobody has asked for.
         language:  of the kernel; `version` of the compiler that a process which imported another one must not use.
         toolchain: digest of the record with the stamps of the compiler's own files.
-        stamps:    of everything the answer was read from.
+        stamps:    of everything the answer was read from, as canonical JSON: a program that loads many kernels has seen the
+                   same text before, and need not read it.
         behind:    the signpost that leads here; empty for none.
     """
 
@@ -58,7 +60,7 @@ class Alias(NamedTuple):
     language: str
     version: str
     toolchain: str
-    stamps: Stamps
+    stamps: str
     signpost: Signpost | None = None
     behind: str = ""
 
@@ -178,12 +180,14 @@ def _names(path: str) -> int:
     return int.from_bytes(hashlib.sha256("\0".join(names).encode(errors="surrogateescape")).digest()[:7])
 
 
-def changed_since(stamps: Mapping[str, list[int]], roots: list[str], seen: dict[tuple[str, int], bool]) -> str:
+def changed_since(text: str, roots: list[str], seen: dict[tuple[str, int], bool]) -> str:
     """The first file that is not as it was; empty when all are.
 
     Args:
+        text: the stamps of an alias.
         seen: what was found a moment ago, by path and stated change time; what is found now is added.
     """
+    stamps: Stamps = json.loads(text)
     for name, stated in stamps.items():
         position, _, rest = name.partition("/")
         if not position.isdecimal() or int(position) >= len(roots):

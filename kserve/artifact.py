@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from kserve.errors import CorruptArtifact
@@ -183,6 +184,35 @@ class Artifact(NamedTuple):
     manifest: Manifest
     payload: bytes
 
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+
+class LaterArtifact:
+    """An artifact whose parts are read, and verified, when somebody looks at them.
+
+    Args:
+        digest: of its payload.
+        read:   gives the artifact. What it raises, the look raises.
+    """
+
+    def __init__(self, digest: str, read: Callable[[], Artifact]) -> None:
+        self.digest = digest
+        self._read = read
+
+    @cached_property
+    def _artifact(self) -> Artifact:
+        return self._read()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._artifact.manifest
+
+    @property
+    def payload(self) -> bytes:
+        return self._artifact.payload
+
 
 def contract_to_json(contract: Contract) -> dict[str, Any]:
     """The contract as plain JSON values."""
@@ -228,25 +258,28 @@ def manifest_from_json(plain: dict[str, Any]) -> Manifest:
         raise CorruptArtifact(f"manifest cannot be read: {error}") from None
 
 
+# Types of the fields in order: one comparison tells them all.
+_PARAM_TYPES = (str, str, str, int, int, bool, bool, bool, int, int)
+_MANIFEST_TYPES = (str, str, int, str, str, str, dict, str, Contract, dict)
+
+
 def _check_types(manifest: Manifest) -> None:
     """Raises TypeError for a value of another type, or a digest that names no record. Quick: a client runs it at every hit."""
-    contract, params = manifest.contract, manifest.contract.params
-    labelled = (*manifest.components.items(), *manifest.attachments.items())
-    texts = [manifest.name, manifest.language, manifest.target, manifest.variant, manifest.reason]
-    texts += [contract.symbol, contract.format, contract.shared_bytes, *contract.grid, *contract.block]
-    labelled += (*contract.needs.items(),)
-    texts += [*contract.knobs, *contract.tuned]
-    texts += [text for pair in labelled for text in pair] + [text for p in params for text in (p.name, p.kind, p.dtype)]
-    whole = [manifest.size_bytes, contract.minimum_driver, *contract.scratch_bytes, *manifest.resources.values()]
-    whole += [number for p in params for number in (p.offset, p.size_bytes, p.align, p.divisible_by)]
-    flags = [manifest.closed_world, *(flag for p in params for flag in (p.mutated, p.nullable, p.contiguous))]
-    values = [*manifest.spec.values(), *contract.constants.values()]
+    contract = manifest.contract
+    for param in contract.params:
+        if tuple(map(type, param)) != _PARAM_TYPES:
+            raise TypeError(f"a parameter has a value of another type: {param!r}")
+    if tuple(map(type, manifest))[: len(_MANIFEST_TYPES)] != _MANIFEST_TYPES:
+        raise TypeError(f"a field has another type: {manifest!r}")
+    labelled = (*manifest.components.items(), *manifest.attachments.items(), *contract.needs.items())
+    texts = [contract.symbol, contract.format, contract.shared_bytes, *contract.grid, *contract.block, manifest.reason]
+    texts += [*contract.knobs, *contract.tuned, *(text for pair in labelled for text in pair)]
     for allowed, found in (
         ({str}, texts),
-        ({int}, whole),
-        ({bool}, flags),
+        ({int}, [contract.minimum_driver, *contract.scratch_bytes, *manifest.resources.values()]),
+        ({bool}, [manifest.closed_world]),
         ({int, float}, [manifest.seconds, manifest.created_at]),
-        ({bool, int, str}, values),
+        ({bool, int, str}, [*manifest.spec.values(), *contract.constants.values()]),
     ):
         if not set(map(type, found)) <= allowed:
             raise TypeError(f"a value is no {' or '.join(sorted(kind.__name__ for kind in allowed))}: {found!r}")

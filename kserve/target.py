@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 from kserve.errors import UnsupportedTarget
@@ -86,6 +87,7 @@ class Target(NamedTuple):
         return same_major and self.capability <= capability
 
 
+@lru_cache(maxsize=256)
 def parse_target(text: str) -> Target:
     """Read `cuda:sm_90`, `sm_90a`, `hip:gfx942` or `gfx942`.
 

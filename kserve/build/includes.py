@@ -68,7 +68,7 @@ class Includes:
         outcomes = [outcome for outcome in self._outcomes(base) if outcome[0] != manifest.key]
         outcomes = [*outcomes, (manifest.key, names)][-_MOST_OUTCOMES:]
         remember(self._known, base, outcomes)
-        alias = Alias([list(outcome) for outcome in outcomes], "", "", digest_of(_NOTHING), {})
+        alias = Alias([list(outcome) for outcome in outcomes], "", "", digest_of(_NOTHING), "{}")
         self._artifacts.keep_alias(_record(base), alias, _NOTHING)
 
     def _outcomes(self, base: str) -> list[tuple[str, list[str]]]:

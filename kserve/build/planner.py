@@ -130,7 +130,7 @@ class Planner:
             return
         found = await self._fingerprints.of(definition.language, request.environment)
         toolchain = canonical_json(found.stamps).encode()
-        answer = Alias([], definition.language, found.version, digest_of(toolchain), request.alias.stamps)
+        answer = Alias([], definition.language, found.version, digest_of(toolchain), canonical_json(request.alias.stamps))
         name, records = request.alias.request, {}
         if plan.knobs:
             signpost = Signpost(plan.choice.base, request.alias.variables, plan.entry.size_names)

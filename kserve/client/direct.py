@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kserve.alias import Alias, Stamps, alias_from_bytes, answer_digest, changed_since, is_as_it_was, request_digest
-from kserve.artifact import DEBUGS, Artifact, Manifest, from_compact, manifest_from_bytes
+from kserve.alias import Alias, alias_from_bytes, answer_digest, changed_since, is_as_it_was, request_digest
+from kserve.artifact import DEBUGS, Artifact, LaterArtifact, Manifest, from_compact, manifest_from_bytes
 from kserve.client.launch import Kernel, Roads
 from kserve.client.loader import driver
 from kserve.client.report import Call, Loaded, report
@@ -27,6 +27,7 @@ from kserve.config import (
 )
 from kserve.errors import CorruptArtifact, ForeignPeer, InvalidSpec, LoadError, LockMismatch, StoreError
 from kserve.ownership import identities, refuse_foreign
+from kserve.store.base import is_key
 from kserve.store.files import FileStore
 from kserve.target import parse_target
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kserve.client.given import Given
     from kserve.lockfile import Lock, Locked
 
+Variants = Sequence[Artifact | LaterArtifact]
 # A source or a compiler that is replaced is noticed this much later by a process that has just looked.
 _TRUSTED_S = 1.0
 
@@ -72,7 +74,7 @@ class Local:
         self._trusted: dict[str, float] = {}
         self._looked_until = 0.0
         self._looked: dict[tuple[str, int], bool] = {}
-        self._unchanged: list[tuple[list[str], Stamps]] = []
+        self._unchanged: set[tuple[str, ...]] = set()
 
     @functools.cached_property
     def lock(self) -> Lock | None:
@@ -123,19 +125,19 @@ class Local:
         """Note a use; whether the record is in the first store. A process comes here once for each kernel."""
         return self.stores[0].touch(name)
 
-    def changed_since(self, stamps: Stamps, roots: list[str]) -> str:
+    def changed_since(self, stamps: str, roots: list[str]) -> str:
         """The first file that is not as it was; empty when all are. A program that loads many kernels looks once."""
         now = time.monotonic()
         if now >= self._looked_until:
-            self._looked, self._unchanged, self._looked_until = {}, [], now + _TRUSTED_S
-        looked, unchanged = self._looked, self._unchanged
-        if (roots, stamps) in unchanged:
+            self._looked, self._unchanged, self._looked_until = {}, set(), now + _TRUSTED_S
+        looked, unchanged, place = self._looked, self._unchanged, (*roots, stamps)
+        if place in unchanged:
             return ""
         changed = changed_since(stamps, roots, looked)
         if changed:
             self._looked_until = 0.0
         else:
-            unchanged.append((roots, stamps))
+            unchanged.add(place)
         return changed
 
     def is_same_compiler(self, alias: Alias) -> bool:
@@ -205,7 +207,7 @@ def resolve(wanted: list[Wanted], *, timeout_s: float | None = None, load: bool 
         _check_debug(wish, lock)
     names = {position: lock.find(wish.name, wish.spec, wish.target) for position, wish in enumerate(wanted)} if lock else {}
     wanted = [_under(lock, names[position], wish, here) if lock else wish for position, wish in enumerate(wanted)]
-    found: dict[int, list[Artifact]] = {}
+    found: dict[int, Variants] = {}
     why = dict.fromkeys(range(len(wanted)), "")
     chosen_by = dict.fromkeys(why, "")
     for position, wish in enumerate(wanted):
@@ -273,7 +275,7 @@ def _named(here: Local, locked: Locked) -> list[Artifact]:
     return found
 
 
-def _aliased(here: Local, wish: Wanted) -> tuple[list[Artifact], str]:
+def _aliased(here: Local, wish: Wanted) -> tuple[Variants, str]:
     """What the wish's alias names, and who chose the values of its knobs. Raises: _Doubt."""
     if wish.debug:
         raise _Doubt("it is a debug variant, which the daemon alone serves")
@@ -292,7 +294,10 @@ def _aliased(here: Local, wish: Wanted) -> tuple[list[Artifact], str]:
             alias = _alias(here, answer_digest(request, values), roots)
         elif not alias.variants:
             raise _Doubt("it is the first such request to this store")
-    return [_held(here, found) for found in alias.variants], chosen_by
+    if not alias.variants:
+        raise _Doubt("the alias has another form")
+    declared, *others = alias.variants
+    return [_held(here, declared), *(_held_for_later(here, wish, found) for found in others)], chosen_by
 
 
 def _alias(here: Local, name: str, roots: list[str]) -> Alias:
@@ -320,6 +325,38 @@ def _held(here: Local, found: list[Any]) -> Artifact:
     return Artifact(manifest, payload)
 
 
+def _held_for_later(here: Local, wish: Wanted, found: list[Any]) -> LaterArtifact:
+    """The same, read when a launch needs it. Raises: _Doubt where its files are not there even now."""
+    key, digest = (*found, "", "")[:2]
+    if not (is_key(str(key)) and is_key(str(digest))):
+        raise _Doubt("the alias has another form")
+    if not (here.touch(f"manifest/{key}") and any(store.stamp(f"payload/{digest}") for store in here.stores)):
+        raise _Doubt(f"entry {key[:12]} is missing or damaged")
+
+    def read() -> Artifact:
+        try:
+            return _held(here, found)
+        except _Doubt as doubt:
+            return _asked_again(here, wish, key, why=str(doubt))
+
+    return LaterArtifact(digest, read)
+
+
+def _asked_again(here: Local, wish: Wanted, key: str, *, why: str) -> Artifact:
+    """The artifact of that key, from the daemon. Raises: LoadError where the wish has other keys by now; what asking does."""
+    from kserve.client.resolve import ask
+
+    answer = ask([wish], deadline=time.monotonic() + here.settings.client_timeout_s)[0]
+    for one in answer.artifacts:
+        if one.manifest.key == key:
+            return one
+    raise LoadError(
+        f"{wish.name} cannot be launched with arguments that its declared facts do not hold for: {why}, and it cannot be built"
+        " again from what its sources or its compiler are now",
+        hint="kserve.client.forget() and get_kernel again",
+    )
+
+
 def _artifact(here: Local, key: str) -> Artifact:
     found = here.artifact(key)
     if found is None:
@@ -327,14 +364,14 @@ def _artifact(here: Local, key: str) -> Artifact:
     return found
 
 
-def kernel_of(artifacts: list[Artifact], *, origin: str, began: float, load: bool) -> Kernel:
+def kernel_of(artifacts: Variants, *, origin: str, began: float, load: bool) -> Kernel:
     """The kernel over these variants, loaded on the current device where it fits one."""
     device = _device_for(artifacts[0]) if load else None
     roads = Roads(artifacts, device=device, launcher=local().settings.launcher)
     return Kernel(roads, origin=origin, seconds=time.monotonic() - began)
 
 
-def _device_for(artifact: Artifact) -> int | None:
+def _device_for(artifact: Artifact | LaterArtifact) -> int | None:
     """The current device when it runs this binary; None when there is no device, or it does not."""
     manifest = artifact.manifest
     if manifest.contract.format == "so":

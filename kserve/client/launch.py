@@ -10,10 +10,10 @@ from __future__ import annotations
 import operator
 import struct
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kserve.artifact import Artifact, Contract, Manifest, Param
+from kserve.artifact import Artifact, Contract, LaterArtifact, Manifest, Param
 from kserve.client import arguments
 from kserve.client.block import MOST_BLOCKS, MOST_SHARED, MOST_THREADS, Slot, layout
 from kserve.client.loader import Library, driver
@@ -64,7 +64,8 @@ class Kernel:
     @property
     def artifact(self) -> Artifact:
         """The variant for the declared argument facts, with its verified bytes."""
-        return self._roads.artifacts[0]
+        first = self._roads.artifacts[0]
+        return Artifact(first.manifest, first.payload)
 
     @property
     def name(self) -> str:
@@ -141,7 +142,7 @@ class Roads:
     """The binaries of one kernel, and the two ways to launch them.
 
     Args:
-        artifacts: the variant for the declared facts, then the one for none, where there are two.
+        artifacts: the variant for the declared facts, then the one for none, where there are two. That one may be read later.
         device:    where they are launched: the first is loaded now, the other by the first launch that needs it. None: a launch
                    is an error.
         launcher:  the setting: auto, python or compiled.
@@ -150,17 +151,17 @@ class Roads:
         settled: it is the last one.
     """
 
-    def __init__(self, artifacts: list[Artifact], *, device: int | None, launcher: str = "auto") -> None:
+    def __init__(self, artifacts: Sequence[Artifact | LaterArtifact], *, device: int | None, launcher: str = "auto") -> None:
         self.artifacts = artifacts
         self._launcher = launcher
         # Variants with equal bytes, where the compiler made nothing of the facts, are one library.
-        by_digest = {artifact.manifest.digest: artifact for artifact in reversed(artifacts)} if device is not None else {}
-        # Most programs never pass an argument that the facts do not hold for: half the driver's time waits for the first one.
-        first = artifacts[0].manifest.digest
+        by_digest = {artifact.digest: artifact for artifact in reversed(artifacts)} if device is not None else {}
+        # Most programs never pass an argument that the facts do not hold for: half the work waits for the first one.
         loaded = {
-            digest: Library(artifact, device=device or 0, ahead=digest == first) for digest, artifact in by_digest.items()
+            digest: Library(artifact, device=device or 0, ahead=digest == artifacts[0].digest)
+            for digest, artifact in by_digest.items()
         }
-        self.libraries = [loaded[artifact.manifest.digest] for artifact in artifacts] if loaded else []
+        self.libraries = [loaded[artifact.digest] for artifact in artifacts] if loaded else []
         self.launch: Callable[..., None] = self._first_call
         self.settled = False
         self._contract = artifacts[0].manifest.contract

@@ -189,7 +189,7 @@ class Library:
     """One binary and its function on each device it was asked for.
 
     Args:
-        ahead: give it to the driver now; else a launch that needs it does.
+        ahead: check it and give it to the driver now; else the first launch that needs it does.
     Raises: LoadError when the binary does not fit this driver or device, before the driver sees a byte of it.
     """
 
@@ -197,12 +197,11 @@ class Library:
         self._artifact = artifact
         self._driver = driver()
         self.functions: dict[int, c_void_p] = {}
-        self._check_contract(device)
         self._handle: c_void_p | None = None
         if ahead:
             self.load_on(device)
 
-    def _check_contract(self, device: int) -> None:
+    def _check_contract(self) -> None:
         manifest = self._artifact.manifest
         contract = manifest.contract
         if contract.format != "cubin":
@@ -212,7 +211,6 @@ class Library:
             raise LoadError(f"{manifest.name} needs a driver for CUDA {needed} or newer, this one is for {ours}")
         if any(contract.scratch_bytes):
             raise LoadError(f"{manifest.name} needs {sum(contract.scratch_bytes)} bytes of scratch a block: not supported")
-        self._check_device(device)
 
     def _check_device(self, device: int) -> None:
         manifest, found = self._artifact.manifest, self._driver.target_of(device)
@@ -225,6 +223,8 @@ class Library:
     def load_on(self, device: int) -> c_void_p:
         """The function's handle on that device, its code resident: a launch of it loads nothing."""
         name = self._artifact.manifest.name
+        if self._handle is None:
+            self._check_contract()
         self._check_device(device)
         check, slow = self._driver.check, self._driver.slow
         kernel, function = c_void_p(), c_void_p()

@@ -13,7 +13,9 @@ from kserve import client, get_kernel
 from kserve.alias import Alias, alias_from_bytes, alias_to_bytes, changed_since, request_digest, survey
 from kserve.artifact import from_compact, manifest_from_bytes
 from kserve.client.direct import local
-from kserve.errors import CorruptArtifact, DaemonUnreachable, InvalidDefinition, InvalidSpec, ProtocolMismatch
+from kserve.client.launch import Kernel
+from kserve.errors import CorruptArtifact, DaemonUnreachable, InvalidDefinition, InvalidSpec, LoadError, ProtocolMismatch
+from kserve.key import digest_of
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda
 from tests.support.processes import kserve, python, wait_for
 
@@ -154,6 +156,34 @@ def test_a_program_that_loads_many_kernels_looks_at_their_files_once_a_second(fo
         get_kernel("scale", target=TARGET, size=16)
 
 
+def without_its_second_variant(own_place: Path) -> Kernel:
+    """A kernel from disk whose variant for no facts is evicted before anybody needed it."""
+    found = again()
+    later = found._roads.artifacts[1]
+    assert found.origin == "disk"
+    (own_place / "store" / "payload" / later.digest[:2] / later.digest).unlink()
+    return found
+
+
+def test_a_second_variant_that_is_gone_when_it_is_needed_is_built_again(folder: Path, own_place: Path):
+    settle(folder)
+    first = get_kernel("scale", target=TARGET)
+    found = without_its_second_variant(own_place)
+    assert (found.generic.key, found.generic.digest) == (first.generic.key, first.generic.digest)
+    assert digest_of(found._roads.artifacts[1].payload) == first.generic.digest
+
+
+def test_a_second_variant_that_nobody_can_build_any_more_says_so(folder: Path, own_place: Path):
+    settle(folder)
+    get_kernel("scale", target=TARGET)
+    found = without_its_second_variant(own_place)
+    edited_header(folder)
+    with pytest.raises(LoadError, match="missing or damaged.*built again") as raised:
+        _ = found.generic
+    assert "forget" in raised.value.hint
+    assert found.manifest.key, "the first variant is as good as ever"
+
+
 def test_a_folder_that_becomes_a_kernels_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (folder.parent / "another").mkdir()
     settle(folder)
@@ -282,16 +312,16 @@ def test_only_the_missing_kernels_of_a_batch_are_asked_for(folder: Path):
 
 
 def test_an_alias_says_when_it_was_changed():
-    alias = Alias([["a" * 64]], "cuda", "13.0", "b" * 64, {"0/k": [1, 2, 3, 4]})
+    alias = Alias([["a" * 64]], "cuda", "13.0", "b" * 64, '{"0/k":[1,2,3,4]}')
     content = alias_to_bytes(alias)
     assert alias_from_bytes(content) == alias
     assert alias_from_bytes(content.replace(b"aaaa", b"aaab", 1)) is None
 
 
 def test_stamps_of_roots_that_do_not_exist_do_not_hold(own_place: Path):
-    assert changed_since({"1/k": []}, [str(own_place)], {}) == "1/k"
-    assert changed_since({"x": []}, [str(own_place)], {}) == "x"
-    assert changed_since({"0/k": []}, [str(own_place)], {}) == ""
+    assert changed_since('{"1/k": []}', [str(own_place)], {}) == "1/k"
+    assert changed_since('{"x": []}', [str(own_place)], {}) == "x"
+    assert changed_since('{"0/k": []}', [str(own_place)], {}) == ""
 
 
 @pytest.mark.parametrize(

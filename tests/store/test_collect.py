@@ -187,7 +187,7 @@ def test_aliases_go_with_what_they_lead_to_and_are_within_the_bounds(store: File
     artifacts = artifacts_of(opened(store, Bounds(1 << 40, 30)))
     for number in range(40):
         publish(artifacts, number)
-        alias = Alias([compact(manifest_of(number, payload_of(number)))], "cuda", "13.0", digest_of(b"{}"), {})
+        alias = Alias([compact(manifest_of(number, payload_of(number)))], "cuda", "13.0", digest_of(b"{}"), "{}")
         artifacts.keep_alias(f"{number:064x}", alias, b"{}")
         assert sum(1 for kind in KINDS for _ in store.keys(kind)) <= 30
     left = set(numbers(store))
@@ -203,7 +203,7 @@ def test_a_signpost_stays_as_long_as_an_answer_is_behind_it(store: FileStore):
     signpost, chosen = digest_of(b"signpost"), digest_of(b"chosen")
     for number, name in enumerate((signpost, chosen)):
         publish(artifacts, number)
-        answer = Alias([compact(manifest_of(number, payload_of(number)))], "cuda", "13.0", digest_of(b"{}"), {})
+        answer = Alias([compact(manifest_of(number, payload_of(number)))], "cuda", "13.0", digest_of(b"{}"), "{}")
         more = {"behind": signpost} if number else {"signpost": Signpost("base", {}, [])}
         artifacts.keep_alias(name, answer._replace(**more), b"{}")
     artifacts.upkeep.prune([key_of(0)])
