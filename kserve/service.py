@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kserve.artifact import Manifest
+from kserve.build import sandbox
 from kserve.build.fingerprints import Fingerprints, own_environment
 from kserve.build.includes import Includes, MissingIncludes, as_built, is_made_of
 from kserve.build.lease import Lease, Leases
@@ -21,6 +22,7 @@ from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Scratch, Staging
 from kserve.build.units import Units
 from kserve.config import Settings
+from kserve.definition import EXTENSION
 from kserve.errors import (
     BuildError,
     DaemonEnding,
@@ -179,7 +181,9 @@ class KernelService:
             lease, plan, files, lambda held, unit, own: self._build(held, unit, own, environment)
         )
         sources = self.debug_sources.write(plan.key, files) if plan.job.debug else None
-        staging = self.scratch.stage(files, sources=sources)
+        # A unit's own files may be large, and no two builds have the same ones.
+        is_shared = plan.job.language != EXTENSION and sandbox.is_available()
+        staging = self.scratch.stage(files, sources=sources, is_shared=is_shared)
         staging.begin_log(log)
         files.clear()  # they lie in the staging directory now, for as long as the build waits its turn
         lease.log = staging.log

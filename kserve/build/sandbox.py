@@ -118,6 +118,11 @@ class World:
         return struct.pack(_RULE, right & known, place)
 
 
+def is_available() -> bool:
+    """Whether jobs can be held to their closed world here."""
+    return landlock_version() >= _OLDEST
+
+
 def landlock_version() -> int:
     """The kernel's Landlock interface; 0 where it has none, or it is switched off."""
     try:

@@ -1,7 +1,7 @@
 """Where builds work: the private directory of one build, and the disk it lies on.
 
-src/      the declared files, under their relative names, and nothing else: the compiler's current directory. For a debug
-          variant a link to where they stay
+src/      the declared files, under their relative names, and nothing else: the compiler's current directory. Where they are
+          elsewhere already, for a debug variant or for builds of the same files, a link to that folder
 out/      what the build gives: payload, result.json, one file an attachment
 scratch/  HOME, TMPDIR and the compilers' own caches
 log.txt   everything the compiler printed
@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kserve.alias import stamp
 from kserve.errors import ForeignPeer, StoreError
 from kserve.ownership import identities, private_directory, refuse_foreign
 
@@ -29,6 +30,8 @@ _LONGEST_LOG = 256 << 10
 # What a build may write: with less room than this its disk is as good as full.
 _ROOM_BYTES = 32 << 20
 _ROOM_FILES = 100
+# Folders of sources that are kept while no build uses them.
+_MOST_TREES = 8
 _Made = TypeVar("_Made")
 
 
@@ -37,11 +40,20 @@ class Staging:
 
     Args:
         sources: the folder that holds the files already, where they stay after the build.
+        leave:   called once when the directory is removed.
     Raises: StoreError when it cannot be made or filled.
     """
 
-    def __init__(self, parent: Path, files: Mapping[str, bytes], *, sources: Path | None = None) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        files: Mapping[str, bytes],
+        *,
+        sources: Path | None = None,
+        leave: Callable[[], object] | None = None,
+    ) -> None:
         self.root = parent
+        self._leave = leave
         try:
             self.root = Path(tempfile.mkdtemp(prefix="job-", dir=parent))
             for folder in ("out", "scratch"):
@@ -49,11 +61,7 @@ class Staging:
             if sources is not None:
                 (self.root / "src").symlink_to(sources)
                 return
-            (self.root / "src").mkdir(mode=0o700)
-            for name, content in files.items():
-                path = self.root / "src" / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
+            _write_files(self.root / "src", files)
         except OSError as error:
             if self.root != parent:
                 self.remove()
@@ -88,6 +96,37 @@ class Staging:
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
+class _Tree:
+    """A folder of sources that several builds read. Theirs is a link to it, and their closed world lets nobody write to it.
+
+    Raises: OSError when it cannot be made.
+    """
+
+    def __init__(self, parent: Path, files: Mapping[str, bytes]) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="src-", dir=parent))
+        self.n_users = 0
+        _write_files(self.root / "src", files)
+        self.folder = self.root / "src"
+        self._paths = [self.folder / name for name in files]
+        for path in self._paths:
+            path.chmod(0o400)
+        self._stamps = self._look()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every file is as it was written."""
+        return self._look() == self._stamps
+
+    def _look(self) -> list[list[int]]:
+        return [stamp(str(path)) for path in self._paths]
+
+    def remove(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
 
 
 class Scratch:
@@ -99,6 +138,7 @@ class Scratch:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self._trees: dict[tuple[Path, str], _Tree] = {}
 
     @property
     def refused(self) -> str:
@@ -114,9 +154,43 @@ class Scratch:
             return f"the disk of {self.home} is full: {free} bytes and {n_free} files are left"
         return "" if os.access(self.home, os.W_OK | os.X_OK) else f"{self.home} cannot be written to"
 
-    def stage(self, files: Mapping[str, bytes], *, sources: Path | None = None) -> Staging:
-        """A staging directory. Raises: StoreError when it cannot be made in either place."""
-        return self._made(lambda parent: Staging(parent, files, sources=sources))
+    def stage(self, files: Mapping[str, bytes], *, sources: Path | None = None, is_shared: bool = False) -> Staging:
+        """A staging directory.
+
+        Args:
+            sources:   the folder that holds the files already.
+            is_shared: builds of the same files may read them from one folder. A new file costs some file systems a millisecond,
+                       and the variants of a kernel are hundreds of builds of the same few.
+        Raises: StoreError when it cannot be made in either place.
+        """
+        if not is_shared or sources is not None:
+            return self._made(lambda parent: Staging(parent, files, sources=sources))
+        return self._made(lambda parent: self._shared(parent, files))
+
+    def _shared(self, parent: Path, files: Mapping[str, bytes]) -> Staging:
+        place = (parent, sha256(b"".join(sha256(part).digest() for pair in files.items() for part in _parts(pair))).hexdigest())
+        tree = self._trees.get(place)
+        try:
+            if tree is None or not tree.is_whole:
+                tree = self._trees[place] = _Tree(parent, files)
+        except OSError as error:
+            raise StoreError(f"a build cannot be staged in {parent}: {error}") from None
+        self._trees[place] = self._trees.pop(place)  # the last one used is the last to go
+        tree.n_users += 1
+        try:
+            return Staging(parent, files, sources=tree.folder, leave=lambda: self._left(tree))
+        except StoreError:
+            self._left(tree)
+            raise
+
+    def _left(self, tree: _Tree) -> None:
+        """A build has ended. Of the trees that nobody uses the last few stay, for the next build."""
+        tree.n_users -= 1
+        if tree.n_users == 0 and tree not in self._trees.values():  # another one has taken its place
+            tree.remove()
+        idle = [place for place, one in self._trees.items() if one.n_users == 0]
+        for place in idle[: max(0, len(self._trees) - _MOST_TREES)]:
+            self._trees.pop(place).remove()
 
     def directory(self, name: str) -> Path:
         """A private directory of that name. Raises: StoreError, ForeignPeer."""
@@ -135,7 +209,9 @@ class Scratch:
         self.leave()
 
     def leave(self) -> None:
-        """Remove the directory elsewhere, where there is one and nothing is left in it."""
+        """Remove the folders that no build uses, and the directory elsewhere, where there is one and nothing is left in it."""
+        for place in [place for place, tree in self._trees.items() if tree.n_users == 0]:
+            self._trees.pop(place).remove()
         with contextlib.suppress(OSError, StoreError):
             self._spare().rmdir()
 
@@ -163,6 +239,20 @@ class Scratch:
             return Path(tempfile.gettempdir()) / name
         except FileNotFoundError as error:
             raise StoreError(f"nothing can be staged: {error.strerror}") from None
+
+
+def _parts(pair: tuple[str, bytes]) -> tuple[bytes, bytes]:
+    name, content = pair
+    return os.fsencode(name), content
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Raises: OSError."""
+    folder.mkdir(mode=0o700)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
 
 def _remove(entry: os.DirEntry[str]) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from kserve.errors import StoreError
 from kserve.key import digest_of
 from kserve.ownership import identities, network_file_system, private_directory, refuse_foreign
-from kserve.store.base import KINDS, check_content, checked, checked_kind, is_key, matches
+from kserve.store.base import CONTENT_ADDRESSED, KINDS, check_content, checked, checked_kind, is_key, matches
 
 MARKER = "KSERVE_STORE"
 _SUFFIXES = {"manifest": ".json"}
@@ -53,6 +53,7 @@ class FileStore:
 
     def __init__(self, root: Path, *, writable: bool) -> None:
         self.root = root
+        self._temporary = str(root / "tmp")
         self.writable = writable
         self.n_quarantined = 0
         self.on_quarantine: Callable[[str], object] = str
@@ -121,27 +122,37 @@ class FileStore:
     def put(self, name: str, content: bytes, *, durable: bool = True) -> None:
         path = self._writable_path(name)
         check_content(self, name, content)
-        temporary = self.root / "tmp" / f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}"
+        folder, base = os.path.split(path)
+        temporary = os.path.join(self._temporary, f"{base}.{os.getpid()}.{os.urandom(4).hex()}")  # noqa: PTH118 - as above
         try:
-            if not (self._is_set_up and path.parent.parent.is_dir()):
-                self._set_up()
-            if not path.parent.is_dir():
-                path.parent.mkdir(mode=0o700, exist_ok=True)
-                _sync_directory(path.parent.parent)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
+            self._make_folder(folder)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                left = memoryview(content)
+                while left:
+                    left = left[file.write(left) :]
                 if durable:
-                    os.fsync(file.fileno())
+                    os.fsync(descriptor)
             with self._swapping:
-                temporary.rename(path)
-            if durable:
-                _sync_directory(path.parent)
+                os.rename(temporary, path)  # noqa: PTH104 - as above
+            # What a manifest names comes before it, and is found missing when a power cut took only that: it is built again.
+            if durable and not name.startswith(CONTENT_ADDRESSED):
+                _sync_directory(folder)
         except OSError as error:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                os.unlink(temporary)  # noqa: PTH108 - as above
             raise StoreError(f"{path} cannot be written: {error.strerror}") from None
+
+    def _make_folder(self, folder: str) -> None:
+        """The directory of a record, and those above it where somebody has removed them. Raises: OSError."""
+        if self._is_set_up and os.path.isdir(folder):  # noqa: PTH112 - as above
+            return
+        kind = os.path.dirname(folder)  # noqa: PTH120 - as above
+        if not (self._is_set_up and os.path.isdir(kind)):  # noqa: PTH112 - as above
+            self._set_up()
+        if not os.path.isdir(folder):  # noqa: PTH112 - as above
+            os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103 - as above
+            _sync_directory(kind)
 
     def delete(self, name: str, *, was: bytes | None = None) -> None:
         """Remove the record; with `was` only while it holds those bytes."""
@@ -305,7 +316,7 @@ def _refuse_other_content(root: Path) -> None:
         raise StoreError(f"directory {root} cannot be used as a store: {error.strerror}", hint=_ELSEWHERE) from None
 
 
-def _sync_directory(path: Path) -> None:
+def _sync_directory(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -66,6 +66,54 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scratch:
     return Scratch(tmp_path / "home")
 
 
+def test_builds_of_the_same_files_may_read_them_from_one_folder(scratch: Scratch):
+    files = {"kernel.cu": b"a", "include/kserve/access.cuh": b"b"}
+    first, second = (scratch.stage(files, is_shared=True) for _ in range(2))
+    other = scratch.stage({"kernel.cu": b"b", "include/kserve/access.cuh": b"b"}, is_shared=True)
+    folders = [(staging.root / "src").resolve() for staging in (first, second, other)]
+    assert folders[0] == folders[1] != folders[2]
+    for staging in (first, second):
+        source = staging.root / "src"
+        assert {name: (source / name).read_bytes() for name in files} == files
+        assert not (source / "kernel.cu").stat().st_mode & 0o222
+    first.remove()
+    first.remove()  # a second time is no error, and takes nothing from the other
+    assert (second.root / "src" / "kernel.cu").read_bytes() == b"a"
+    second.remove()
+    again = scratch.stage(files, is_shared=True)
+    assert (again.root / "src").resolve() == folders[0], "kept for the next build"
+
+
+@pytest.mark.parametrize("change", ["written to", "removed", "the folder is removed"])
+def test_a_shared_folder_that_was_changed_serves_no_further_build(scratch: Scratch, change: str):
+    files = {"kernel.cu": b"a"}
+    first = scratch.stage(files, is_shared=True)
+    folder = (first.root / "src").resolve()
+    if change == "written to":
+        (folder / "kernel.cu").chmod(0o600)
+        (folder / "kernel.cu").write_bytes(b"b")
+    elif change == "removed":
+        (folder / "kernel.cu").unlink()
+    else:
+        shutil.rmtree(folder.parent)
+    second = scratch.stage(files, is_shared=True)
+    assert (second.root / "src" / "kernel.cu").read_bytes() == b"a"
+    assert (second.root / "src").resolve() != folder
+    first.remove()
+    assert not folder.exists() and (second.root / "src" / "kernel.cu").exists()
+
+
+def test_only_the_last_few_shared_folders_are_kept_and_none_at_the_end(scratch: Scratch):
+    held = scratch.stage({"kernel.cu": b"held"}, is_shared=True)
+    for number in range(2 * staging_module._MOST_TREES):
+        scratch.stage({"kernel.cu": bytes([number])}, is_shared=True).remove()
+    assert len(list(scratch.home.glob("src-*"))) == staging_module._MOST_TREES
+    assert (held.root / "src" / "kernel.cu").read_bytes() == b"held", "a build that runs keeps its own"
+    held.remove()
+    scratch.leave()
+    assert list(scratch.home.iterdir()) == []
+
+
 def test_builds_are_staged_in_the_store(scratch: Scratch):
     assert scratch.stage({}).root.parent == scratch.home
     assert scratch.directory("worker-1") == scratch.home / "worker-1"

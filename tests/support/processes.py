@@ -116,10 +116,11 @@ def workers(root: Path) -> list[int]:
 
 
 def compilers_of(root: Path) -> list[int]:
-    """Processes that work in a staging directory of that place's store."""
+    """Processes that work in a staging directory of that place's store, or in the folder that its sources are shared in."""
     found = []
     for pid in workers(root):
         with contextlib.suppress(OSError):
-            if "/job-" in str(Path(f"/proc/{pid}/cwd").readlink()):
+            folder = str(Path(f"/proc/{pid}/cwd").readlink())
+            if "/tmp/job-" in folder or "/tmp/src-" in folder:
                 found.append(pid)
     return found
