@@ -33,7 +33,8 @@ KERNELS = {
 }
 ASK = """
 import sys, time, json
-from kserve.client.direct import Wanted, local
+from kserve.client.direct import Wanted
+from kserve.client.local import local
 from kserve.client.resolve import ask
 name, axis, seconds, values = sys.argv[1], sys.argv[2], float(sys.argv[3]), json.loads(sys.argv[4])
 print("ready", flush=True)

@@ -122,7 +122,7 @@ def forget() -> None:
     """Drop the memo and the connection: the next get_kernel reads settings and asks the daemon again."""
     import sys
 
-    from kserve.client.direct import leave
+    from kserve.client.local import leave
 
     _memo.clear()
     leave()

@@ -15,8 +15,9 @@ from kserve.alias import Stamps, survey
 from kserve.artifact import Artifact
 from kserve.client.choice import device_for
 from kserve.client.connection import Connection, forgive
-from kserve.client.direct import Local, Wanted, local
+from kserve.client.direct import Wanted
 from kserve.client.given import Given
+from kserve.client.local import Local, local
 from kserve.config import Settings, environment_of_process
 from kserve.errors import (
     BuildTimeout,

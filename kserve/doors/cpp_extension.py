@@ -20,10 +20,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from kserve.client import extension
-from kserve.client.direct import Wanted, local, resolve
+from kserve.client.direct import Wanted, resolve
 from kserve.client.given import Given, Root
 from kserve.client.launch import Kernel
 from kserve.client.loader import driver
+from kserve.client.local import local
 from kserve.config import foreign_variable
 from kserve.definition import EXTENSION, MODULE_NAME
 from kserve.doors.flags import Flags, codes_of_devices, codes_of_list, split

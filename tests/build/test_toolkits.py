@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kserve.client.direct import Wanted, local, resolve
+from kserve.client.direct import Wanted, resolve
+from kserve.client.local import local
 from kserve.toolchain.cuda_root import Candidate, candidates
 from kserve.toolchain.torch_facts import find_torch
 from tests.support.daemon import daemon, place, variables

@@ -14,7 +14,8 @@ from kserve import client, get_kernel
 from kserve.alias import survey
 from kserve.client import loader
 from kserve.client.choice import device_for
-from kserve.client.direct import Wanted, local
+from kserve.client.direct import Wanted
+from kserve.client.local import local
 from kserve.client.resolve import ask_each
 from kserve.errors import DaemonUnreachable, InvalidSpec, LaunchError, LockMismatch, NotBuilt
 from kserve.store.files import FileStore

@@ -12,8 +12,8 @@ import pytest
 from kserve import client, get_kernel
 from kserve.alias import Alias, alias_from_bytes, alias_to_bytes, changed_since, request_digest, survey
 from kserve.artifact import from_compact, manifest_from_bytes
-from kserve.client.direct import local
 from kserve.client.launch import Kernel
+from kserve.client.local import local
 from kserve.errors import CorruptArtifact, DaemonUnreachable, InvalidDefinition, InvalidSpec, LoadError, ProtocolMismatch
 from kserve.key import digest_of
 from tests.support.definitions import CUDA_SOURCE, CUDA_TOML, write_cuda
@@ -278,7 +278,7 @@ def test_a_store_that_others_can_write_to_is_not_read(alone: Path, own_place: Pa
 
 
 def test_a_compiler_whose_files_changed_is_noticed(alone: Path, own_place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kserve.client.direct.is_as_it_was", lambda path, stated: False)
+    monkeypatch.setattr("kserve.client.local.is_as_it_was", lambda path, stated: False)
     with pytest.raises(DaemonUnreachable):
         again()
 

@@ -20,8 +20,8 @@ from kserve import client, get_kernel, get_kernels, protocol
 from kserve.build.planner import KernelRequest, MissingSources
 from kserve.build.pool import Environment
 from kserve.client.connection import Connection
-from kserve.client.direct import local
 from kserve.client.loader import Driver
+from kserve.client.local import local
 from kserve.config import load_settings
 from kserve.errors import (
     BuildTimeout,

@@ -15,7 +15,7 @@ from kserve import client, get_kernel
 from kserve.alias import survey
 from kserve.cli import main
 from kserve.client import loader
-from kserve.client.direct import local
+from kserve.client.local import local
 from kserve.errors import DaemonUnreachable
 from kserve.measure.bench import Inputs
 from kserve.measure.sweep import Bench

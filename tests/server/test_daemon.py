@@ -242,7 +242,7 @@ def test_who_waits_for_a_build_is_told_of_the_end(root: Path):
 LOOP = """
 import collections, sys, time
 from kserve import client, get_kernel
-from kserve.client.direct import local
+from kserve.client.local import local
 from kserve.errors import KserveError
 seen = collections.Counter()
 until = time.monotonic() + float(sys.argv[1])
