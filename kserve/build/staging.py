@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kserve.alias import stamp
+from kserve.alias import is_as_it_was, stamp
 from kserve.errors import ForeignPeer, StoreError
 from kserve.ownership import identities, private_directory, refuse_foreign
 
@@ -109,21 +109,22 @@ class _Tree:
 
     def __init__(self, parent: Path, files: Mapping[str, bytes]) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="src-", dir=parent))
-        self.n_users = 0
-        _write_files(self.root / "src", files)
         self.folder = self.root / "src"
-        self._paths = [self.folder / name for name in files]
-        for path in self._paths:
-            path.chmod(0o400)
-        self._stamps = self._look()
+        self.n_users = 0
+        try:
+            _write_files(self.folder, files)
+            for name in files:
+                (self.folder / name).chmod(0o400)
+        except OSError:
+            self.remove()
+            raise
+        # Directories as well: a file that is added to one could be found before a declared one.
+        self._stamps = {str(path): stamp(str(path)) for path in (self.folder, *self.folder.rglob("*"))}
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file is as it was written."""
-        return self._look() == self._stamps
-
-    def _look(self) -> list[list[int]]:
-        return [stamp(str(path)) for path in self._paths]
+        """Whether the files are as they were written, and there are no others."""
+        return all(is_as_it_was(path, stated) for path, stated in self._stamps.items())
 
     def remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
@@ -159,8 +160,8 @@ class Scratch:
 
         Args:
             sources:   the folder that holds the files already.
-            is_shared: builds of the same files may read them from one folder. A new file costs some file systems a millisecond,
-                       and the variants of a kernel are hundreds of builds of the same few.
+            is_shared: builds of the same files may read them from one folder. New files are dear on some file systems, and
+                       the variants of a kernel are hundreds of builds of the same few.
         Raises: StoreError when it cannot be made in either place.
         """
         if not is_shared or sources is not None:

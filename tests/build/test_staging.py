@@ -84,7 +84,7 @@ def test_builds_of_the_same_files_may_read_them_from_one_folder(scratch: Scratch
     assert (again.root / "src").resolve() == folders[0], "kept for the next build"
 
 
-@pytest.mark.parametrize("change", ["written to", "removed", "the folder is removed"])
+@pytest.mark.parametrize("change", ["written to", "removed", "another file", "the folder is removed"])
 def test_a_shared_folder_that_was_changed_serves_no_further_build(scratch: Scratch, change: str):
     files = {"kernel.cu": b"a"}
     first = scratch.stage(files, is_shared=True)
@@ -94,6 +94,8 @@ def test_a_shared_folder_that_was_changed_serves_no_further_build(scratch: Scrat
         (folder / "kernel.cu").write_bytes(b"b")
     elif change == "removed":
         (folder / "kernel.cu").unlink()
+    elif change == "another file":
+        (folder / "other.cuh").write_bytes(b"c")
     else:
         shutil.rmtree(folder.parent)
     second = scratch.stage(files, is_shared=True)
@@ -101,6 +103,12 @@ def test_a_shared_folder_that_was_changed_serves_no_further_build(scratch: Scrat
     assert (second.root / "src").resolve() != folder
     first.remove()
     assert not folder.exists() and (second.root / "src" / "kernel.cu").exists()
+
+
+def test_a_shared_folder_that_cannot_be_filled_is_not_left_behind(scratch: Scratch):
+    with pytest.raises(StoreError, match="staged"):
+        scratch.stage({"a": b"a file", "a/kernel.cu": b"in a folder of its name"}, is_shared=True)
+    assert list(scratch.home.glob("src-*")) == []
 
 
 def test_only_the_last_few_shared_folders_are_kept_and_none_at_the_end(scratch: Scratch):
