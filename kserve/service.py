@@ -17,10 +17,11 @@ from kserve.build.includes import Includes, MissingIncludes, as_built, is_made_o
 from kserve.build.lease import Lease, Leases
 from kserve.build.plan import Plan, contract_of
 from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of, named
-from kserve.build.pool import Environment, Pool
+from kserve.build.pool import Pool
 from kserve.build.rebuild import Rebuilt, rebuild
 from kserve.build.staging import Scratch, Staging
 from kserve.build.units import Units
+from kserve.build.worker_handle import Environment
 from kserve.config import Settings
 from kserve.definition import EXTENSION
 from kserve.errors import (

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kserve.alias import is_as_it_was
-from kserve.build.pool import Environment, Pool
+from kserve.build.pool import Pool
+from kserve.build.worker_handle import Environment
 from kserve.config import Settings, environment_of_process
 from kserve.errors import ProtocolMismatch
 from kserve.key import canonical_json, digest_of

@@ -12,8 +12,8 @@ from kserve.artifact import Manifest, compact
 from kserve.build.extension_job import Outside
 from kserve.build.fingerprints import Fingerprints
 from kserve.build.plan import Debug, Plan, plan_builds, plan_extension
-from kserve.build.pool import Environment
 from kserve.build.tuned import NO_WISH, KnobWish, Tunings, base_of
+from kserve.build.worker_handle import Environment
 from kserve.definition import KernelDef
 from kserve.errors import BuildError, InvalidDefinition, StoreError, UnknownKernel, closest
 from kserve.kernel_toml import read_definition

@@ -5,198 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kserve.build import reaper
-from kserve.build.limits import is_limit, no_process
+from kserve.build.limits import no_process
 from kserve.build.staging import Scratch, Staging
-from kserve.config import Settings, python_command, worker_environment
-from kserve.definition import EXTENSION
-from kserve.errors import BuildError, BuildTimeout, ToolchainMissing, from_wire
-from kserve.toolchain.base import Fingerprint, Job
+from kserve.build.worker_handle import Environment, NotTakenError, Worker
+from kserve.config import Settings
+from kserve.errors import BuildError, BuildTimeout, from_wire
+from kserve.toolchain.base import Job
 
 _START_TIMEOUT_S = 120.0
 # A worker holds 100 MB and more; this many languages times environments stay loaded.
 _MOST_WORKERS = 8
 _TRIES = 3
-_END_S = 1.0
-
-
-class Environment(NamedTuple):
-    """Which compilers a request means: an interpreter, its extra path, what the caller has imported of them, a CUDA toolkit."""
-
-    python: str
-    python_path: tuple[str, ...]
-    loaded: tuple[tuple[str, str], ...] = ()
-    cuda_home: str = ""
-
-    def place(self, language: str) -> tuple[Any, ...]:
-        """What tells the workers of two environments apart. A toolkit is named for extensions only."""
-        named = (self.cuda_home,) if language == EXTENSION and self.cuda_home else ()
-        return (language, self.python, self.python_path, *named)
-
-
-class _NotTakenError(Exception):
-    """The worker ended before it took a job: another one may."""
-
-
-class Worker:
-    """One worker process and the jobs it runs.
-
-    Attributes:
-        fingerprint: resolves when the toolchain is loaded; raises what kept it from loading.
-        n_jobs:      jobs it has run.
-    """
-
-    def __init__(self, language: str, environment: Environment, scratch: Path) -> None:
-        self.language = language
-        self.environment = environment
-        self.scratch = scratch
-        self.n_jobs = 0
-        self.dead = False
-        self._is_last = False
-        self.process: asyncio.subprocess.Process | None = None
-        self.fingerprint: asyncio.Future[Fingerprint] = asyncio.get_running_loop().create_future()
-        self.fingerprint.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._jobs: dict[int, asyncio.Future[int]] = {}
-        self._pids: dict[int, int] = {}
-        self._numbers = itertools.count(1)
-        self._attending: asyncio.Task[None] | None = None
-
-    async def start(self, *, on_end: Callable[[int], None]) -> None:
-        """Start the process; `on_end` is called with its session when nothing of it is left."""
-        command = python_command(self.environment.python, "kserve.build.worker", self.language)
-        try:
-            with (self.scratch / "stderr.txt").open("wb") as errors:
-                self.process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    cwd=self.scratch,
-                    env=worker_environment([*self.environment.python_path], self.scratch, cuda_home=self.environment.cuda_home),
-                    start_new_session=True,
-                    limit=1 << 24,
-                )
-        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-            self.dead = True
-            self.fingerprint.set_exception(self._not_started(error))
-            return
-        self._attending = asyncio.create_task(self._attend(on_end))
-
-    def _not_started(self, error: Exception) -> BuildError:
-        if is_limit(error):
-            return no_process(f"the {self.language} worker", error)
-        return ToolchainMissing(
-            f"interpreter {self.environment.python!r} cannot be run by the daemon: {error}",
-            hint="run the daemon where the client's interpreter exists, or mount the store read-only",
-        )
-
-    async def _attend(self, on_end: Callable[[int], None]) -> None:
-        """Hear the worker until it ends or talks nonsense, then end everything it started."""
-        assert self.process is not None
-        watched = {asyncio.create_task(self._read()), asyncio.create_task(self.process.wait())}
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        self.dead = True  # before anything is awaited: no further job is given to it
-        reaper.kill_session(self.process.pid)
-        await asyncio.gather(*watched, return_exceptions=True)
-        self._fail()
-        on_end(self.process.pid)
-
-    async def _read(self) -> None:
-        assert self.process is not None and self.process.stdout is not None
-        # An interpreter that is none may print anything: what cannot be read ends it like a crash.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            async for line in self.process.stdout:
-                self._heard(json.loads(line))
-
-    def _heard(self, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "ready":
-                self.fingerprint.set_result(Fingerprint(**event["fingerprint"]))
-            case "failed":
-                self.fingerprint.set_exception(from_wire(event["error"]))
-            case "started":
-                self._pids[event["id"]] = event["pid"]
-            case "finished":
-                self._pids.pop(event["id"], None)
-                future = self._jobs.pop(event["id"], None)
-                if future and not future.done():
-                    future.set_result(event["status"])
-
-    def _fail(self) -> None:
-        """The worker is gone: tell everybody who waits for it."""
-        text = ""
-        with contextlib.suppress(OSError):
-            text = (self.scratch / "stderr.txt").read_text(errors="replace").strip()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        facts = {"worker": "\n" + text[-4000:]} if text else {}
-        error = BuildError(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
-        if not self.fingerprint.done():
-            self.fingerprint.set_exception(error)
-        for future in self._jobs.values():
-            if not future.done():
-                future.set_exception(error)
-        self._jobs.clear()
-
-    async def run(self, job: Job, staging: Staging, *, memory_bytes: int) -> int:
-        """Run one job to its end; the child's exit status. Cancelling this kills the job's whole process group."""
-        number = next(self._numbers)
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._jobs[number] = future
-        order = {"id": number, "job": job.to_json(), "directory": str(staging.root), "memory_bytes": memory_bytes}
-        assert self.process is not None and self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(order).encode() + b"\n")
-            await self.process.stdin.drain()
-            self.n_jobs += 1
-            return await future
-        except (BrokenPipeError, ConnectionResetError):
-            self.dead = True
-            raise _NotTakenError from None
-        except asyncio.CancelledError:
-            self._kill(number)
-            raise
-        finally:
-            self._jobs.pop(number, None)
-            if self._is_last and not self._jobs:
-                self.kill()
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._jobs) or not self.fingerprint.done()
-
-    def end_after_jobs(self) -> None:
-        """Take no further jobs; end with the last one."""
-        self._is_last = True
-        if not self._jobs:
-            self.kill()
-
-    def _kill(self, number: int) -> None:
-        pid = self._pids.get(number)
-        if pid is None:  # not even started: the worker itself hangs
-            self.kill()
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-    async def end(self) -> None:
-        """Kill it, and wait a moment until its directory is removed."""
-        self.kill()
-        if self._attending is not None:
-            await asyncio.wait({self._attending}, timeout=_END_S)
-
-    def kill(self) -> None:
-        if self.process is not None and self.process.returncode is None:
-            reaper.kill_session(self.process.pid)
 
 
 class Pool:
@@ -293,7 +118,7 @@ class Pool:
     async def _run_on_worker(self, job: Job, environment: Environment, staging: Staging) -> int:
         for _ in range(_TRIES):
             worker = await self.worker(job.language, environment)
-            with contextlib.suppress(_NotTakenError):
+            with contextlib.suppress(NotTakenError):
                 return await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
         raise BuildError(f"{_TRIES} {job.language} workers ended before they took the job", hint="call again")
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from kserve.artifact import Manifest
 from kserve.build.includes import LABEL
 from kserve.build.plan import job_of
-from kserve.build.pool import Environment, Pool
+from kserve.build.pool import Pool
 from kserve.build.staging import Scratch, Staging
+from kserve.build.worker_handle import Environment
 from kserve.config import Settings
 from kserve.errors import BuildError, KserveError
 from kserve.key import build_key, digest_of

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from kserve.artifact import DEBUGS
 from kserve.build.extension_job import Outside, Root
 from kserve.build.planner import AliasWish, KernelRequest
-from kserve.build.pool import Environment
 from kserve.build.tuned import NO_WISH, KnobWish
+from kserve.build.worker_handle import Environment
 from kserve.errors import ForeignPeer, RequestError
 from kserve.tuning import Device
 

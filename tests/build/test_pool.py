@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from kserve.build.pool import Environment, Pool
+from kserve.build.pool import Pool
 from kserve.build.reaper import members
+from kserve.build.worker_handle import Environment
 from kserve.errors import BuildError, BuildTimeout, CompileFailed, KserveError, ToolchainMissing
 from tests.support.jobs import CUDA_FILES, HERE, SLOW_FILES, cuda_job, pool, slow_job, staging
 from tests.support.processes import workers

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kserve import get_kernel
-from kserve.build.pool import Environment
 from kserve.build.sandbox import landlock_version
+from kserve.build.worker_handle import Environment
 from kserve.errors import CompileFailed
 from kserve.toolchain.base import Job, JobArgument
 from tests.support.daemon import Daemon, ask, daemon, place, variables

@@ -18,7 +18,7 @@ import pytest
 
 from kserve import client, get_kernel, get_kernels, protocol
 from kserve.build.planner import KernelRequest, MissingSources
-from kserve.build.pool import Environment
+from kserve.build.worker_handle import Environment
 from kserve.client.connection import Connection
 from kserve.client.loader import Driver
 from kserve.client.local import local

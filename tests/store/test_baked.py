@@ -405,7 +405,7 @@ from kserve.config import environment_of_process
 from kserve.service import KernelService
 from kserve.store.files import FileStore
 from kserve.build.planner import KernelRequest
-from kserve.build.pool import Environment
+from kserve.build.worker_handle import Environment
 settings = load_settings()
 async def main():
     service = KernelService(settings, FileStore(settings.store, writable=True))

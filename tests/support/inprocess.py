@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 
 from kserve.build.planner import KernelRequest
-from kserve.build.pool import Environment
+from kserve.build.worker_handle import Environment
 from kserve.config import load_settings
 from kserve.service import KernelService
 from kserve.store.files import FileStore

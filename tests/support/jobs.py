@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from kserve.build.pool import Environment, Pool
+from kserve.build.pool import Pool
 from kserve.build.staging import Scratch, Staging
+from kserve.build.worker_handle import Environment
 from kserve.config import Settings
 from kserve.toolchain.base import Job, JobArgument
 from tests.support import slow_kernel
