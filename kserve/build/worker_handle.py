@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from kserve.errors import BuildError, ToolchainMissing, from_wire
 from kserve.toolchain.base import Fingerprint, Job
 
 _END_S = 1.0
+_TAKE_S = 2.0  # a worker takes a job in milliseconds; one that let this pass hangs
 
 
 class Environment(NamedTuple):
@@ -63,6 +65,7 @@ class Worker:
         self.fingerprint.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._jobs: dict[int, asyncio.Future[int]] = {}
         self._pids: dict[int, int] = {}
+        self._not_taken: dict[int, float] = {}  # when each job was ordered, until it starts
         self._numbers = itertools.count(1)
         self._attending: asyncio.Task[None] | None = None
 
@@ -100,7 +103,7 @@ class Worker:
         assert self.process is not None
         watched = {asyncio.create_task(self._read()), asyncio.create_task(self.process.wait())}
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        self.dead = True  # before anything is awaited: no further job is given to it
+        self.dead = True  # before anything is awaited
         reaper.kill_session(self.process.pid)
         await asyncio.gather(*watched, return_exceptions=True)
         self._fail()
@@ -120,8 +123,12 @@ class Worker:
             case "failed":
                 self.fingerprint.set_exception(from_wire(event["error"]))
             case "started":
+                self._not_taken.pop(event["id"], None)
                 self._pids[event["id"]] = event["pid"]
+                if event["id"] not in self._jobs:  # cancelled since it was ordered
+                    self._kill(event["id"])
             case "finished":
+                self._not_taken.pop(event["id"], None)
                 self._pids.pop(event["id"], None)
                 future = self._jobs.pop(event["id"], None)
                 if future and not future.done():
@@ -137,9 +144,9 @@ class Worker:
         error = BuildError(f"the {self.language} worker ended while it was needed", facts=facts, hint="call again")
         if not self.fingerprint.done():
             self.fingerprint.set_exception(error)
-        for future in self._jobs.values():
+        for number, future in self._jobs.items():
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(NotTakenError() if number in self._not_taken else error)
         self._jobs.clear()
 
     async def run(self, job: Job, staging: Staging, *, memory_bytes: int) -> int:
@@ -147,6 +154,7 @@ class Worker:
         number = next(self._numbers)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._jobs[number] = future
+        self._not_taken[number] = time.monotonic()
         order = {"id": number, "job": job.to_json(), "directory": str(staging.root), "memory_bytes": memory_bytes}
         assert self.process is not None and self.process.stdin is not None
         try:
@@ -176,12 +184,18 @@ class Worker:
             self.kill()
 
     def _kill(self, number: int) -> None:
+        """End a job that nobody waits for: now, or as soon as it starts."""
         pid = self._pids.get(number)
-        if pid is None:  # not even started: the worker itself hangs
-            self.kill()
+        if pid is None:
+            patience_s = self._not_taken.get(number, 0.0) + _TAKE_S - time.monotonic()
+            asyncio.get_running_loop().call_later(patience_s, self._end_if_hung, number)
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+
+    def _end_if_hung(self, number: int) -> None:
+        if number in self._not_taken:
+            self.kill()
 
     async def end(self) -> None:
         """Kill it, and wait a moment until its directory is removed."""
@@ -190,5 +204,6 @@ class Worker:
             await asyncio.wait({self._attending}, timeout=_END_S)
 
     def kill(self) -> None:
+        self.dead = True  # at once: no further job is given to it
         if self.process is not None and self.process.returncode is None:
             reaper.kill_session(self.process.pid)

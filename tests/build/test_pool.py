@@ -79,6 +79,49 @@ def test_a_job_past_its_deadline_is_killed_and_costs_nothing_else(own_place: Pat
     asyncio.run(body())
 
 
+def test_a_job_cancelled_before_it_started_costs_nothing_else(own_place: Path):
+    async def body() -> None:
+        async with pool(own_place, jobs=2) as held:
+            other = start_slow(held, own_place)
+            (pid,) = await until(lambda: held.to_json() and compilers(held))
+            (before,) = held.to_json()
+            os.kill(before["pid"], signal.SIGSTOP)  # it takes no job meanwhile
+            cancelled = start_slow(held, own_place)
+            await until(lambda: held.n_running == 2)
+            await asyncio.sleep(0.05)
+            cancelled.cancel()
+            await asyncio.gather(cancelled, return_exceptions=True)
+            os.kill(before["pid"], signal.SIGCONT)
+            assert (await build(held, own_place))["format"] == "cubin"
+            assert held.to_json()[0]["pid"] == before["pid"]
+            await until(lambda: compilers(held) == [pid], deadline_s=2)
+            assert not other.done()
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "past its deadline"])
+def test_a_worker_that_takes_no_job_is_replaced(own_place: Path, ending: str):
+    async def body() -> None:
+        async with pool(own_place, jobs=2, build_timeout_s=3.0) as held:
+            await build(held, own_place)
+            (before,) = held.to_json()
+            os.kill(before["pid"], signal.SIGSTOP)
+            task = start_slow(held, own_place)
+            await until(lambda: held.n_running == 1)
+            if ending == "cancelled":
+                await asyncio.sleep(0.05)
+                task.cancel()
+            (answer,) = await asyncio.gather(task, return_exceptions=True)
+            assert isinstance(answer, asyncio.CancelledError if ending == "cancelled" else BuildTimeout)
+            await until(lambda: not members(before["pid"]), deadline_s=4)
+            assert (await build(held, own_place))["format"] == "cubin"
+
+    asyncio.run(body())
+
+
 def test_a_killed_compiler_costs_one_build(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
