@@ -19,18 +19,13 @@ from kserve.build.plan import Plan, contract_of
 from kserve.build.planner import KernelRequest, MissingSources, Planner, missing_of, named
 from kserve.build.pool import Pool
 from kserve.build.rebuild import Rebuilt, rebuild
-from kserve.build.staging import Scratch, Staging
+from kserve.build.scratch import Scratch
+from kserve.build.staging import Staging
 from kserve.build.units import Units
 from kserve.build.worker_handle import Environment
 from kserve.config import Settings
 from kserve.definition import EXTENSION
-from kserve.errors import (
-    BuildError,
-    DaemonEnding,
-    KserveError,
-    NotBuilt,
-    StoreError,
-)
+from kserve.errors import BuildError, DaemonEnding, KserveError, NotBuilt, StoreError
 from kserve.key import canonical_json, differences, digest_of
 from kserve.knobs import shown
 from kserve.lockfile import read_lock
@@ -189,7 +184,7 @@ class KernelService:
         files.clear()  # they lie in the staging directory now, for as long as the build waits its turn
         lease.log = staging.log
         try:
-            built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _mark_running(lease))
+            built = await self.pool.run(plan.job, environment, staging, on_start=lambda: _begin(lease, staging))
             await self._check_compiler(plan, environment)
             lease.cpu_s = built["cpu_s"]
             plan = as_built(plan, {**read, **built["includes"]})
@@ -346,5 +341,6 @@ def _ending() -> DaemonEnding:
     return DaemonEnding("artifacts are not built again: the daemon is going down", hint="call again")
 
 
-def _mark_running(lease: Lease) -> None:
+def _begin(lease: Lease, staging: Staging) -> None:
+    staging.enter()
     lease.state = "running"

@@ -26,7 +26,7 @@ class Lease:
         number:  counts up, whatever becomes of the clock.
         state:   queued, running, done or failed.
         reason:  why the key had to be built.
-        cpu_s:   processor seconds of the compile.
+        cpu_s:   processor seconds of the compile's process and of the programs it ran.
         starter: the client whose request began it; joiners are the others that waited for it.
         owed:    clients that were told "pending" and have not come back for the result.
         log:     returns the compiler's output so far.

@@ -12,8 +12,9 @@ from typing import Any
 
 from kserve.build import reaper
 from kserve.build.limits import no_process
-from kserve.build.staging import Scratch, Staging
-from kserve.build.worker_handle import Environment, NotTakenError, Worker
+from kserve.build.scratch import Scratch
+from kserve.build.staging import Staging
+from kserve.build.worker_handle import Ended, Environment, NotTakenError, Worker
 from kserve.config import Settings
 from kserve.errors import BuildError, BuildTimeout, from_wire
 from kserve.toolchain.base import Job
@@ -96,7 +97,7 @@ class Pool:
         try:
             on_start()
             async with asyncio.timeout(self._settings.build_timeout_s):
-                status = await self._run_on_worker(job, environment, staging)
+                ended = await self._run_on_worker(job, environment, staging)
         except TimeoutError:
             raise BuildTimeout(
                 f"build of {job.function} for {job.target} passed its deadline of {self._settings.build_timeout_s:.0f} s",
@@ -108,14 +109,13 @@ class Pool:
         answer = staging.result()
         if answer is None:
             raise BuildError(
-                f"the compiler of {job.function} died with status {status}", facts={"compiler": "\n" + staging.log()}
+                f"the compiler of {job.function} died with status {ended.status}", facts={"compiler": "\n" + staging.log()}
             )
         if "error" in answer:
             raise from_wire(answer["error"])
-        built: dict[str, Any] = answer["built"]
-        return built
+        return {**answer["built"], "cpu_s": ended.cpu_s}
 
-    async def _run_on_worker(self, job: Job, environment: Environment, staging: Staging) -> int:
+    async def _run_on_worker(self, job: Job, environment: Environment, staging: Staging) -> Ended:
         for _ in range(_TRIES):
             worker = await self.worker(job.language, environment)
             with contextlib.suppress(NotTakenError):

@@ -12,7 +12,8 @@ from kserve.artifact import Manifest
 from kserve.build.includes import LABEL
 from kserve.build.plan import job_of
 from kserve.build.pool import Pool
-from kserve.build.staging import Scratch, Staging
+from kserve.build.scratch import Scratch
+from kserve.build.staging import Staging
 from kserve.build.worker_handle import Environment
 from kserve.config import Settings
 from kserve.errors import BuildError, KserveError

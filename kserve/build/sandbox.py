@@ -68,23 +68,23 @@ class World:
             if rule := self._rule(path, right):
                 self._rules.append(rule)
 
-    def enter(self, own: Path, roots: Iterable[str] = ()) -> bool:
+    def enter(self, own: Path, sources: Path, roots: Iterable[str] = ()) -> bool:
         """Restrict this process and what it starts, for life: read and run what lies in the world, read and write in `own`.
 
-        What `own`/src is a link to may be read, and so may what lies under `roots`, which is not run.
+        What lies in `sources` may be read, and so may what lies under `roots`, which is not run.
 
         TCP, signals to other processes and abstract sockets are refused too, by kernels that can.
 
         Returns: False when the kernel cannot, or refuses: nothing is restricted then, and standard output says why.
         """
         try:
-            self._restrict(own, roots)
+            self._restrict(own, sources, roots)
         except OSError as error:
             print(f"this build's world is open: Landlock: {error.strerror}", flush=True)  # noqa: T201 - the build's log
             return False
         return True
 
-    def _restrict(self, own: Path, roots: Iterable[str]) -> None:
+    def _restrict(self, own: Path, sources: Path, roots: Iterable[str]) -> None:
         if self._missing is not None:
             raise self._missing
         attributes = struct.pack("=3Q", self._handled, _BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)
@@ -93,7 +93,7 @@ class World:
         ruleset = _call(_CREATE_RULESET, attributes, size)
         try:
             more = [self._rule(root, _READ & ~_EXECUTE) for root in roots]
-            rules = [rule for rule in (self._rule(f"{own}/src", _READ), *more) if rule]
+            rules = [rule for rule in (self._rule(str(sources), _READ), *more) if rule]
             for rule in (*self._rules, self._rule(str(own), _OWN), *rules):
                 _call(_ADD_RULE, ruleset, _PATH_BENEATH, rule)
             if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:

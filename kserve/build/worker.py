@@ -93,11 +93,20 @@ def _serve(toolchain: Toolchain, world: World) -> None:
 
 def _report_ended(children: dict[int, int]) -> None:
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, used = os.wait4(-1, os.WNOHANG)
         if pid == 0:
             return
         if pid in children:
-            _say({"event": "finished", "id": children.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+            _finish(children.pop(pid), os.waitstatus_to_exitcode(status), cpu_s=used.ru_utime + used.ru_stime)
+
+
+def _finish(number: int, status: int, *, cpu_s: float = 0.0) -> None:
+    """Say that a job has ended.
+
+    Args:
+        cpu_s: processor seconds of its process from the fork to the end, with those of the programs it ran.
+    """
+    _say({"event": "finished", "id": number, "status": status, "cpu_s": cpu_s})
 
 
 def _say(event: dict[str, Any]) -> None:
@@ -116,7 +125,8 @@ def _start(toolchain: Toolchain, order: dict[str, Any], world: World) -> int:
     try:
         directory = Path(order["directory"])
         _become_job(directory, order["memory_bytes"])
-        _run(toolchain, order, closed_world=world.enter(directory, order["job"]["roots"]))
+        os.chdir(order["sources"])
+        _run(toolchain, order, closed_world=world.enter(directory, Path(order["sources"]), order["job"]["roots"]))
         sys.stdout.flush()
         status = 0
     except BaseException:  # nothing may unwind into the worker's own loop  # noqa: BLE001
@@ -130,11 +140,11 @@ def _refuse(order: dict[str, Any], error: OSError) -> None:
     """Answer a job for which there is no process."""
     with contextlib.suppress(OSError):
         _leave(Path(order["directory"]) / "out", {"error": no_process("a process for the compile", error).to_wire()})
-    _say({"event": "finished", "id": order["id"], "status": 1})
+    _finish(order["id"], 1)
 
 
 def _become_job(directory: Path, memory_bytes: int) -> None:
-    """Leave everything of the worker behind: pipes, signals, directory, caches, priority."""
+    """Leave everything of the worker behind: pipes, signals, caches, priority."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -148,7 +158,6 @@ def _become_job(directory: Path, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_OUTPUT_BYTES, _MOST_OUTPUT_BYTES))
     os.umask(0o077)
     enter_scratch(directory / "scratch")
-    os.chdir(directory / "src")
 
 
 def _run(toolchain: Toolchain, order: dict[str, Any], *, closed_world: bool) -> None:
@@ -161,7 +170,7 @@ def _run(toolchain: Toolchain, order: dict[str, Any], *, closed_world: bool) -> 
         (out / "payload").write_bytes(payload)
         for kind, text in built.attachments.items():
             (out / kind).write_text(text)
-        facts = {"attachments": sorted(built.attachments), "closed_world": closed_world, "cpu_s": _cpu_s()}
+        facts = {"attachments": sorted(built.attachments), "closed_world": closed_world}
         answer = {"built": {**built._asdict(), **facts}}
     except KserveError as error:
         answer = {"error": error.to_wire()}
@@ -171,12 +180,6 @@ def _run(toolchain: Toolchain, order: dict[str, Any], *, closed_world: bool) -> 
     _leave(out, answer)
 
 
-def _cpu_s() -> float:
-    """Processor time of this job so far, with that of the programs it ran."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
-
-
 def _fault(language: str, error: Exception) -> BuildError:
     if is_limit(error):
         return no_process(f"a process of the {language} toolchain", error)
@@ -184,7 +187,5 @@ def _fault(language: str, error: Exception) -> BuildError:
 
 
 def _leave(out: Path, answer: dict[str, Any]) -> None:
-    """Write the answer, whole or not at all."""
-    temporary = out / "result.json.tmp"
-    temporary.write_text(json.dumps(answer))
-    temporary.rename(out / "result.json")
+    """Write the answer. It is read when this process has ended, and half of one is none."""
+    (out / "result.json").write_text(json.dumps(answer))

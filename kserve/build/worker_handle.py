@@ -41,6 +41,13 @@ class Environment(NamedTuple):
         return (language, self.python, self.python_path, *named)
 
 
+class Ended(NamedTuple):
+    """How a job's process ended: its exit status, and the processor seconds that it and its programs took."""
+
+    status: int
+    cpu_s: float
+
+
 class NotTakenError(Exception):
     """The worker ended before it took a job: another one may."""
 
@@ -63,7 +70,7 @@ class Worker:
         self.process: asyncio.subprocess.Process | None = None
         self.fingerprint: asyncio.Future[Fingerprint] = asyncio.get_running_loop().create_future()
         self.fingerprint.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._jobs: dict[int, asyncio.Future[int]] = {}
+        self._jobs: dict[int, asyncio.Future[Ended]] = {}
         self._pids: dict[int, int] = {}
         self._not_taken: dict[int, float] = {}  # when each job was ordered, until it starts
         self._numbers = itertools.count(1)
@@ -132,7 +139,7 @@ class Worker:
                 self._pids.pop(event["id"], None)
                 future = self._jobs.pop(event["id"], None)
                 if future and not future.done():
-                    future.set_result(event["status"])
+                    future.set_result(Ended(event["status"], event["cpu_s"]))
 
     def _fail(self) -> None:
         """The worker is gone: tell everybody who waits for it."""
@@ -149,13 +156,14 @@ class Worker:
                 future.set_exception(NotTakenError() if number in self._not_taken else error)
         self._jobs.clear()
 
-    async def run(self, job: Job, staging: Staging, *, memory_bytes: int) -> int:
-        """Run one job to its end; the child's exit status. Cancelling this kills the job's whole process group."""
+    async def run(self, job: Job, staging: Staging, *, memory_bytes: int) -> Ended:
+        """Run one job to its end. Cancelling this kills the job's whole process group."""
         number = next(self._numbers)
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._jobs[number] = future
         self._not_taken[number] = time.monotonic()
-        order = {"id": number, "job": job.to_json(), "directory": str(staging.root), "memory_bytes": memory_bytes}
+        places = {"directory": str(staging.root), "sources": str(staging.sources)}
+        order = {"id": number, "job": job.to_json(), **places, "memory_bytes": memory_bytes}
         assert self.process is not None and self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(order).encode() + b"\n")

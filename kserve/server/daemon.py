@@ -24,7 +24,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kserve.build.limits import no_process
-from kserve.build.staging import Scratch
+from kserve.build.scratch import Scratch
 from kserve.config import Settings
 from kserve.errors import ServiceError, StoreError
 from kserve.ownership import identities, listens, private_runtime

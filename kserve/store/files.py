@@ -120,7 +120,7 @@ class FileStore:
         return self._checked_read(name)  # written again since
 
     def put(self, name: str, content: bytes, *, durable: bool = True) -> None:
-        path = self._writable_path(name)
+        path = self._writable_place(name)
         check_content(self, name, content)
         folder, base = os.path.split(path)
         temporary = os.path.join(self._temporary, f"{base}.{os.getpid()}.{os.urandom(4).hex()}")  # noqa: PTH118 - as above
@@ -156,7 +156,7 @@ class FileStore:
 
     def delete(self, name: str, *, was: bytes | None = None) -> None:
         """Remove the record; with `was` only while it holds those bytes."""
-        path = self._writable_path(name)
+        path = Path(self._writable_place(name))
         try:
             with self._swapping:
                 if was is None or path.read_bytes() == was:
@@ -166,11 +166,15 @@ class FileStore:
         except OSError as error:
             raise StoreError(f"{path} cannot be removed: {error.strerror}") from None
 
-    def _writable_path(self, name: str) -> Path:
-        path = self.path(name)
+    def _writable_place(self, name: str) -> str:
+        place = self._place(name)
         if not self.writable:
             raise StoreError(f"store {self.root} was opened to read: {name} cannot be changed")
-        return path
+        return place
+
+    def size_on_disk(self, name: str) -> int:
+        """Bytes that the record takes on the disk. Raises: OSError when it is not there."""
+        return os.stat(self._place(name)).st_blocks * 512  # noqa: PTH116 - as above
 
     def keys(self, kind: str, prefix: str = "") -> Iterator[str]:
         return (key for key, _ in self._entries(kind, prefix) if key.startswith(prefix))

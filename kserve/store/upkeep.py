@@ -123,7 +123,7 @@ class Upkeep:
         sizes = {}
         for name in names:
             with contextlib.suppress(OSError):
-                sizes[name] = self.files.path(name).stat().st_blocks * 512
+                sizes[name] = self.files.size_on_disk(name)
         self.index.added(sizes, names={f"manifest/{manifest.key}": records_of(manifest)} if manifest else {})
 
     def touch(self, key: str) -> None:

@@ -72,7 +72,7 @@ class Built(NamedTuple):
         scratch_bytes: per block, for each pointer parameter after the declared ones.
         resources:     as in `artifact.Manifest`.
         attachments:   kind -> text.
-        cpu_s:         processor seconds of the compile; the worker's word.
+        cpu_s:         processor seconds of the compile's process, from its start to its end; the worker's word.
         closed_world:  the compile could read nothing but its compiler and the declared files; the worker's word.
         needs:         as in `artifact.Contract`.
         includes:      digests of the files that were read from the job's roots, by `<number of the root>/<relative name>`.

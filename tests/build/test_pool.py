@@ -46,8 +46,9 @@ def compilers(held: Pool) -> list[int]:
 def test_jobs_that_run_at_once_are_bounded(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
+            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
             tasks = [start_slow(held, own_place) for _ in range(3)]
-            await until(lambda: len(compilers(held)) == 2 if held.to_json() else False)
+            await until(lambda: len(compilers(held)) == 2)
             assert (held.n_running, held.n_queued) == (2, 1)
             tasks[0].cancel()
             await until(lambda: held.n_queued == 0)
@@ -82,8 +83,9 @@ def test_a_job_past_its_deadline_is_killed_and_costs_nothing_else(own_place: Pat
 def test_a_job_cancelled_before_it_started_costs_nothing_else(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
+            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
             other = start_slow(held, own_place)
-            (pid,) = await until(lambda: held.to_json() and compilers(held))
+            (pid,) = await until(lambda: compilers(held))
             (before,) = held.to_json()
             os.kill(before["pid"], signal.SIGSTOP)  # it takes no job meanwhile
             cancelled = start_slow(held, own_place)
@@ -125,8 +127,9 @@ def test_a_worker_that_takes_no_job_is_replaced(own_place: Path, ending: str):
 def test_a_killed_compiler_costs_one_build(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
+            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
             task = start_slow(held, own_place)
-            (pid,) = await until(lambda: held.to_json() and compilers(held))
+            (pid,) = await until(lambda: compilers(held))
             (before,) = held.to_json()
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(BuildError, match="-9"):
@@ -140,8 +143,9 @@ def test_a_killed_compiler_costs_one_build(own_place: Path):
 def test_a_killed_worker_takes_its_compilers_with_it_and_is_replaced(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
+            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
             tasks = [start_slow(held, own_place) for _ in range(2)]
-            await until(lambda: held.to_json() and len(compilers(held)) == 2)
+            await until(lambda: len(compilers(held)) == 2)
             (before,) = held.to_json()
             os.kill(before["pid"], signal.SIGKILL)
             await until(lambda: not members(before["pid"]), deadline_s=2)

@@ -216,7 +216,7 @@ version, root, port = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 own = root / "own"
 world = World([], version=version)
 began = time.perf_counter()
-entered = world.enter(own)
+entered = world.enter(own, root / "sources")
 seconds = time.perf_counter() - began
 def can(act):
     try:
@@ -230,6 +230,9 @@ found = {
     "list": can(lambda: os.listdir(root)),
     "cut": can(lambda: os.truncate(root / "cut", 0)),
     "write": can((root / "new").touch),
+    "read a source": can((root / "sources" / "kernel.cu").read_bytes),
+    "write to a source": can(lambda: (root / "sources" / "kernel.cu").write_text("x")),
+    "add a source": can((root / "sources" / "new").touch),
     "connect": can(lambda: socket.create_connection(("127.0.0.1", port))),
     "signal": can(lambda: os.kill(os.getppid(), 0)),
     "own": can(lambda: ((own / "b").mkdir(), (own / "a").write_text("1"), (own / "a").rename(own / "b" / "a"))),
@@ -242,8 +245,9 @@ print("\\n" + json.dumps([found, seconds]))
 
 def look(own_place: Path, version: int) -> tuple[dict[str, bool], float]:
     """What a process can do after it entered a world with that interface, and how long entering took."""
-    (own_place / "own").mkdir()
-    for name in ("file", "cut"):
+    for folder in ("own", "sources"):
+        (own_place / folder).mkdir()
+    for name in ("file", "cut", "sources/kernel.cu"):
         (own_place / name).write_text("x")
     with socket.create_server(("127.0.0.1", 0)) as server:
         found, seconds = json.loads(
@@ -264,6 +268,9 @@ def test_each_version_of_the_kernel_refuses_what_it_knows(own_place: Path, versi
         "list": not closed,
         "cut": version < 3,
         "write": not closed,
+        "read a source": True,
+        "write to a source": not closed,
+        "add a source": not closed,
         "connect": version < 4,
         "signal": version < 6,
         "own": True,
@@ -312,7 +319,7 @@ from kserve.build.sandbox import World
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 world = World([])
 Path(sys.executable).open().close()  # what it had opened is closed again
-print(world.enter(Path(sys.argv[1])))
+print(world.enter(Path(sys.argv[1]), Path(sys.argv[1])))
 """
     assert python(code, str(own_place)).stdout.splitlines() == [
         "this build's world is open: Landlock: Too many open files",

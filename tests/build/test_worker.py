@@ -49,7 +49,8 @@ class Worker:
 
     def send(self, number: int, job: Job, files: dict[str, bytes]) -> Any:
         found = staging(self.root, files)
-        order = {"id": number, "job": job.to_json(), "directory": str(found.root), "memory_bytes": MEMORY_BYTES}
+        places = {"directory": str(found.root), "sources": str(found.sources)}
+        order = {"id": number, "job": job.to_json(), **places, "memory_bytes": MEMORY_BYTES}
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
         return found
@@ -116,6 +117,21 @@ def test_jobs_overlap_and_end_in_any_order(own_place: Path):
         heard = [held.hear() for _ in range(3)]
         assert [(event["event"], event["id"]) for event in heard] == [("started", 1), ("started", 2), ("finished", 2)]
         assert all(os.getpgid(event["pid"]) == event["pid"] for event in heard[:1])
+
+
+def test_a_job_is_charged_for_its_process_from_start_to_end(own_place: Path):
+    def children_s() -> float:
+        fields = Path(f"/proc/{held.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
+
+    with worker(own_place) as held:
+        held.hear()
+        before, charged = children_s(), 0.0
+        for number in range(5):
+            held.send(number, cuda_job(), CUDA_FILES)
+            charged += [held.hear() for _ in range(2)][1]["cpu_s"]
+        assert charged == pytest.approx(children_s() - before, abs=2 / os.sysconf("SC_CLK_TCK"))
+        assert charged > 0.05
 
 
 def test_the_session_ends_when_the_input_closes(own_place: Path):

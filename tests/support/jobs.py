@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kserve.build.pool import Pool
-from kserve.build.staging import Scratch, Staging
+from kserve.build.scratch import Scratch
+from kserve.build.staging import Staging
 from kserve.build.worker_handle import Environment
 from kserve.config import Settings
 from kserve.toolchain.base import Job, JobArgument
