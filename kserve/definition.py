@@ -15,6 +15,8 @@ from kserve.target import Target, host
 # What a kernel.toml may say. `kernel_toml.py` reads by these tables and `kernel_schema.py` publishes them.
 EXTENSION = "torch-extension"
 LANGUAGES = ("cuda", "triton", EXTENSION)
+# Languages whose compiler runs nothing of a source and no other program: no process of a build is left when it has ended.
+INERT = frozenset({"cuda"})
 FEATURES = ("none", "arch", "family")
 FIELDS = {
     "definition": "schema language sources headers shared_headers spec knobs derived options target entry",

@@ -24,7 +24,7 @@ from kserve.build.staging import Staging
 from kserve.build.units import Units
 from kserve.build.worker_handle import Environment
 from kserve.config import Settings
-from kserve.definition import EXTENSION
+from kserve.definition import EXTENSION, INERT
 from kserve.errors import BuildError, DaemonEnding, KserveError, NotBuilt, StoreError
 from kserve.key import canonical_json, differences, digest_of
 from kserve.knobs import shown
@@ -189,6 +189,7 @@ class KernelService:
             lease.cpu_s = built["cpu_s"]
             plan = as_built(plan, {**read, **built["includes"]})
             manifest = await asyncio.to_thread(self._publish, plan, built_from_json(built), staging, lease)
+            staging.is_reusable = built["closed_world"] and plan.job.language in INERT
             self.includes.note(plan, manifest)
             lease.result_key = manifest.key
             self.counters["built"] += 1

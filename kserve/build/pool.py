@@ -16,7 +16,7 @@ from kserve.build.scratch import Scratch
 from kserve.build.staging import Staging
 from kserve.build.worker_handle import Ended, Environment, NotTakenError, Worker
 from kserve.config import Settings
-from kserve.errors import BuildError, BuildTimeout, from_wire
+from kserve.errors import BuildError, BuildTimeout, DaemonEnding, from_wire
 from kserve.toolchain.base import Job
 
 _START_TIMEOUT_S = 120.0
@@ -48,6 +48,8 @@ class Pool:
         """The live worker for that language and environment, started if need be; its toolchain is loaded."""
         place = environment.place(language)
         worker = self._workers.get(place)
+        if self._closing:
+            raise DaemonEnding(f"no {language} worker is started: the daemon is going down", hint="call again")
         if worker is None or worker.dead:
             self._start_reaper()  # before there is anything to kill
             self._make_room()
@@ -107,7 +109,7 @@ class Pool:
             self.n_running -= 1
             self._slots.release()
         answer = staging.result()
-        if answer is None:
+        if answer is None or ended.status < 0:
             raise BuildError(
                 f"the compiler of {job.function} died with status {ended.status}", facts={"compiler": "\n" + staging.log()}
             )
@@ -118,8 +120,10 @@ class Pool:
     async def _run_on_worker(self, job: Job, environment: Environment, staging: Staging) -> Ended:
         for _ in range(_TRIES):
             worker = await self.worker(job.language, environment)
-            with contextlib.suppress(NotTakenError):
+            try:
                 return await worker.run(job, staging, memory_bytes=self._settings.job_memory_bytes)
+            except NotTakenError:
+                staging.forget_result()  # it may have run all the same, and its worker died before it said so
         raise BuildError(f"{_TRIES} {job.language} workers ended before they took the job", hint="call again")
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -65,19 +65,18 @@ class Scratch:
         return SharedStaging(
             tree.folder,
             take=lambda: self._made(self._directories.take),
-            leave=lambda root, is_answered: self._left(tree, root, is_answered=is_answered),
+            leave=lambda staging: self._left(tree, staging),
         )
 
-    def _left(self, tree: Tree, root: Path | None, *, is_answered: bool) -> None:
-        """A build has ended. What a killed one has started may still be at work in its directory: nobody gets that one.
-
-        Nor is anything kept elsewhere than in the store.
-        """
+    def _left(self, tree: Tree, staging: SharedStaging) -> None:
+        """A build has ended. Outside of the store no directory is kept."""
         self._trees.leave(tree)
-        if root is not None and is_answered and root.parent == self.home:
-            self._directories.give_back(root)
-        elif root is not None:
-            shutil.rmtree(root, ignore_errors=True)
+        if not staging.is_entered:
+            return
+        if staging.is_reusable and staging.root.parent == self.home:
+            self._directories.give_back(staging.root)
+        else:
+            shutil.rmtree(staging.root, ignore_errors=True)
 
     def directory(self, name: str) -> Path:
         """A private directory of that name. Raises: StoreError, ForeignPeer."""

@@ -1,4 +1,4 @@
-"""What builds share: one folder of sources for all of the same files, and directories that one has after the other.
+"""What builds share: a folder of sources among builds of the same files, and directories that are used one build after another.
 
 Inodes are dear where a file system is ext4: it passes over each one that was freed in the last minutes whenever it looks for a
 new one, so a build that makes and removes ten files makes every file of the next minutes dearer.
@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from kserve.alias import is_as_it_was, stamp
 from kserve.build.staging import LOG_NAME, Staging, new_directory, write_files
@@ -21,45 +20,46 @@ from kserve.errors import StoreError
 
 # Folders of sources that are kept while no build uses them.
 _MOST_TREES = 8
-# A directory in which a build left more than its result is removed.
+# A build has a handful of outputs, and each one is looked at before another build gets the directory.
 _MOST_OUTPUTS = 16
 
 
 class SharedStaging(Staging):
-    """Reads its sources in a folder that others read too; its directory is another build's before and after.
+    """Reads its sources in a folder that others read too, in a directory that other builds have before and after it.
 
     Args:
         take:  gives an empty directory of a build.
-        leave: called once at the end, with the directory that was taken and whether its build ended by itself.
+        leave: called once with this staging, at its end.
+    Attributes:
+        is_entered: whether it has a directory.
     """
 
-    def __init__(self, sources: Path, *, take: Callable[[], Path], leave: Callable[[Path | None, bool], None]) -> None:
+    def __init__(self, sources: Path, *, take: Callable[[], Path], leave: Callable[[SharedStaging], None]) -> None:
         self.sources = sources
+        self.is_entered = False
         self._take = take
-        self._leave: Callable[[Path | None, bool], None] | None = leave
-        self._is_entered = False
-        self._is_answered = False
+        self._leave: Callable[[SharedStaging], None] | None = leave
+        self._beginning = ""
 
     def enter(self) -> None:
         self.root = self._take()
-        self._is_entered = True
+        self.is_entered = True
+        super().begin_log(self._beginning)
+
+    def begin_log(self, text: str) -> None:
+        self._beginning = text
 
     def log(self) -> str:
-        return super().log() if self._is_entered else ""
-
-    def result(self) -> dict[str, Any] | None:
-        found = super().result()
-        self._is_answered = found is not None  # the last thing a build does
-        return found
+        return super().log() if self.is_entered else ""
 
     def remove(self) -> None:
         leave, self._leave = self._leave, None
         if leave is not None:
-            leave(self.root if self._is_entered else None, self._is_answered)
+            leave(self)
 
 
 class Tree:
-    """A folder of sources that several builds read. Their closed world lets nobody write to it.
+    """A folder of sources that several builds read, and that a closed world lets none of them write to.
 
     Raises: OSError when it cannot be made.
     """
@@ -97,12 +97,18 @@ class Trees:
         """The folder of these files under `parent`, for one more user. Raises: StoreError."""
         place = (parent, sha256(b"".join(sha256(part).digest() for pair in files.items() for part in _parts(pair))).hexdigest())
         tree = self._trees.get(place)
+        if tree is not None and not tree.is_whole:
+            del self._trees[place]
+            if tree.n_users == 0:
+                tree.remove()
+            tree = None
         try:
-            if tree is None or not tree.is_whole:
-                tree = self._trees[place] = Tree(parent, files)
+            tree = tree or Tree(parent, files)
         except OSError as error:
             raise StoreError(f"a build cannot be staged in {parent}: {error}") from None
-        self._trees[place] = self._trees.pop(place)
+        # The one used last is the last to go.
+        self._trees.pop(place, None)
+        self._trees[place] = tree
         tree.n_users += 1
         return tree
 
@@ -134,14 +140,14 @@ class Directories:
         idle = self._idle.get(parent, [])
         while idle:
             root = idle.pop()
-            if _emptied(root):  # looked at again: what a build started may have outlived it
+            if _clear(root):  # looked at again: it may have lain there for days
                 return root
             shutil.rmtree(root, ignore_errors=True)
         return new_directory(parent)
 
     def give_back(self, root: Path) -> None:
         """Keep it for another build, or remove it if it cannot be as good as new."""
-        if _emptied(root):
+        if _clear(root):
             self._idle.setdefault(root.parent, []).append(root)
         else:
             shutil.rmtree(root, ignore_errors=True)
@@ -153,14 +159,19 @@ class Directories:
         self._idle.clear()
 
 
-def _emptied(root: Path) -> bool:
-    """Cut the files of a build to nothing and keep them; False when there is more than a build's own plain files."""
+def _clear(root: Path) -> bool:
+    """Cut the files of a build to nothing, and keep them; False when there is more than a build's own plain files.
+
+    Everything is private to this user and has one name, so no link leads to a file that is not the build's.
+    """
     try:
+        folders = [root, root / "out", root / "scratch"]
+        if not all(folder.lstat().st_mode == stat.S_IFDIR | 0o700 for folder in folders):
+            return False
         outputs = _names(root / "out")
         if _names(root / "scratch") or {*_names(root)} != {"out", "scratch", LOG_NAME} or len(outputs) > _MOST_OUTPUTS:
             return False
         found = {name: (root / name).lstat() for name in (LOG_NAME, *(f"out/{name}" for name in outputs))}
-        # Files under one name that their owner can read and write: no link to another file is cut.
         if not all(one.st_mode == stat.S_IFREG | 0o600 and one.st_nlink == 1 for one in found.values()):
             return False
         for name, one in found.items():

@@ -31,10 +31,12 @@ class Staging:
         sources: the folder that holds the files already, where they stay after the build.
     Raises: StoreError when it cannot be made or filled.
     Attributes:
-        sources: the folder of the declared files.
+        sources:     the folder of the declared files.
+        is_reusable: set when nothing of the directory is needed any more, nor can be written by what the build has started.
     """
 
     root: Path
+    is_reusable = False
 
     def __init__(self, parent: Path, files: Mapping[str, bytes], *, sources: Path | None = None) -> None:
         self.root = new_directory(parent)
@@ -64,6 +66,13 @@ class Staging:
                 return file.read(min(size, _LONGEST_LOG)).decode(errors="replace")  # no buffer for the longest one each time
         except OSError:
             return ""
+
+    def forget_result(self) -> None:
+        """The job is given to another worker. Raises: StoreError."""
+        try:
+            (self.root / "out" / "result.json").unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"a build cannot be staged in {self.root.parent}: {error}") from None
 
     def result(self) -> dict[str, Any] | None:
         """The worker's answer, or None when it died before it wrote one."""

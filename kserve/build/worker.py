@@ -81,14 +81,21 @@ def _serve(toolchain: Toolchain, world: World) -> None:
                 return
             *lines, buffered = (buffered + received).split(b"\n")
             for line in lines:
-                order = json.loads(line)
-                try:
-                    pid = _start(toolchain, order, world)
-                except OSError as error:
-                    _refuse(order, error)
-                    continue
-                children[pid] = order["id"]
-                _say({"event": "started", "id": order["id"], "pid": pid})
+                _take(toolchain, world, json.loads(line), children)
+
+
+def _take(toolchain: Toolchain, world: World, order: dict[str, Any], children: dict[int, int]) -> None:
+    """Start the child of one order, and note it; or say why there is none."""
+    if not os.path.isdir(order["directory"]):  # noqa: PTH112 - cancelled since, and its directory removed
+        _finish(order["id"], 1)
+        return
+    try:
+        pid = _start(toolchain, order, world)
+    except OSError as error:
+        _refuse(order, error)
+        return
+    children[pid] = order["id"]
+    _say({"event": "started", "id": order["id"], "pid": pid})
 
 
 def _report_ended(children: dict[int, int]) -> None:

@@ -24,7 +24,8 @@ from kserve.errors import BuildError, ToolchainMissing, from_wire
 from kserve.toolchain.base import Fingerprint, Job
 
 _END_S = 1.0
-_TAKE_S = 2.0  # a worker takes a job in milliseconds; one that let this pass hangs
+# A worker takes a job in milliseconds; one that let this pass hangs.
+_TAKE_S = 2.0
 
 
 class Environment(NamedTuple):
@@ -72,7 +73,8 @@ class Worker:
         self.fingerprint.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._jobs: dict[int, asyncio.Future[Ended]] = {}
         self._pids: dict[int, int] = {}
-        self._not_taken: dict[int, float] = {}  # when each job was ordered, until it starts
+        # When each job was ordered, until it starts.
+        self._not_taken: dict[int, float] = {}
         self._numbers = itertools.count(1)
         self._attending: asyncio.Task[None] | None = None
 
@@ -137,9 +139,10 @@ class Worker:
             case "finished":
                 self._not_taken.pop(event["id"], None)
                 self._pids.pop(event["id"], None)
+                ended = Ended(event["status"], event["cpu_s"])
                 future = self._jobs.pop(event["id"], None)
                 if future and not future.done():
-                    future.set_result(Ended(event["status"], event["cpu_s"]))
+                    future.set_result(ended)
 
     def _fail(self) -> None:
         """The worker is gone: tell everybody who waits for it."""
@@ -172,7 +175,9 @@ class Worker:
             return await future
         except (BrokenPipeError, ConnectionResetError):
             self.dead = True
-            raise NotTakenError from None
+            if number in self._not_taken:
+                raise NotTakenError from None
+            return await future  # it runs: its end is told with the worker's
         except asyncio.CancelledError:
             self._kill(number)
             raise
@@ -192,7 +197,7 @@ class Worker:
             self.kill()
 
     def _kill(self, number: int) -> None:
-        """End a job that nobody waits for: now, or as soon as it starts."""
+        """End a job that nobody waits for: now, or as soon as it starts. A worker that does not start it is killed whole."""
         pid = self._pids.get(number)
         if pid is None:
             patience_s = self._not_taken.get(number, 0.0) + _TAKE_S - time.monotonic()

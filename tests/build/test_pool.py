@@ -14,7 +14,7 @@ import pytest
 from kserve.build.pool import Pool
 from kserve.build.reaper import members
 from kserve.build.worker_handle import Environment
-from kserve.errors import BuildError, BuildTimeout, CompileFailed, KserveError, ToolchainMissing
+from kserve.errors import BuildError, BuildTimeout, CompileFailed, DaemonEnding, KserveError, ToolchainMissing
 from tests.support.jobs import CUDA_FILES, HERE, SLOW_FILES, cuda_job, pool, slow_job, staging
 from tests.support.processes import workers
 
@@ -37,6 +37,16 @@ def start_slow(held: Pool, root: Path) -> asyncio.Task[dict[str, Any]]:
     return asyncio.create_task(held.run(slow_job(), HERE, staging(root, SLOW_FILES), on_start=lambda: None))
 
 
+async def load(held: Pool) -> None:
+    """Load the only worker: while it loads, its session has programs that are no compilers."""
+    await held.worker("cuda", HERE)
+
+
+async def ordered(held: Pool, number: int) -> None:
+    """The only worker has been sent so many jobs."""
+    await until(lambda: held.to_json()[0]["n_jobs"] == number)
+
+
 def compilers(held: Pool) -> list[int]:
     """Processes of the only worker's session but the worker."""
     (worker,) = held.to_json()
@@ -46,7 +56,7 @@ def compilers(held: Pool) -> list[int]:
 def test_jobs_that_run_at_once_are_bounded(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
-            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
+            await load(held)
             tasks = [start_slow(held, own_place) for _ in range(3)]
             await until(lambda: len(compilers(held)) == 2)
             assert (held.n_running, held.n_queued) == (2, 1)
@@ -83,14 +93,13 @@ def test_a_job_past_its_deadline_is_killed_and_costs_nothing_else(own_place: Pat
 def test_a_job_cancelled_before_it_started_costs_nothing_else(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
-            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
+            await load(held)
             other = start_slow(held, own_place)
             (pid,) = await until(lambda: compilers(held))
             (before,) = held.to_json()
             os.kill(before["pid"], signal.SIGSTOP)  # it takes no job meanwhile
             cancelled = start_slow(held, own_place)
-            await until(lambda: held.n_running == 2)
-            await asyncio.sleep(0.05)
+            await ordered(held, 2)
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             os.kill(before["pid"], signal.SIGCONT)
@@ -112,9 +121,8 @@ def test_a_worker_that_takes_no_job_is_replaced(own_place: Path, ending: str):
             (before,) = held.to_json()
             os.kill(before["pid"], signal.SIGSTOP)
             task = start_slow(held, own_place)
-            await until(lambda: held.n_running == 1)
+            await ordered(held, 2)
             if ending == "cancelled":
-                await asyncio.sleep(0.05)
                 task.cancel()
             (answer,) = await asyncio.gather(task, return_exceptions=True)
             assert isinstance(answer, asyncio.CancelledError if ending == "cancelled" else BuildTimeout)
@@ -124,10 +132,39 @@ def test_a_worker_that_takes_no_job_is_replaced(own_place: Path, ending: str):
     asyncio.run(body())
 
 
+def test_a_job_that_no_worker_has_begun_is_given_to_the_next_one(own_place: Path):
+    async def body() -> None:
+        async with pool(own_place, jobs=2) as held:
+            await load(held)
+            (before,) = held.to_json()
+            os.kill(before["pid"], signal.SIGSTOP)
+            task = asyncio.create_task(build(held, own_place))
+            await ordered(held, 1)
+            os.kill(before["pid"], signal.SIGKILL)
+            assert (await asyncio.wait_for(task, 20))["format"] == "cubin"
+            assert held.to_json()[0]["pid"] != before["pid"]
+
+    asyncio.run(body())
+
+
+def test_a_pool_that_is_closed_starts_no_worker_for_a_job_that_none_has_begun(own_place: Path):
+    async def body() -> None:
+        async with pool(own_place, jobs=2) as held:
+            await load(held)
+            os.kill(held.to_json()[0]["pid"], signal.SIGSTOP)
+            task = start_slow(held, own_place)
+            await ordered(held, 1)
+        with pytest.raises(DaemonEnding, match="call again"):
+            await asyncio.wait_for(task, 5)
+        assert workers(own_place) == []
+
+    asyncio.run(body())
+
+
 def test_a_killed_compiler_costs_one_build(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
-            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
+            await load(held)
             task = start_slow(held, own_place)
             (pid,) = await until(lambda: compilers(held))
             (before,) = held.to_json()
@@ -143,7 +180,7 @@ def test_a_killed_compiler_costs_one_build(own_place: Path):
 def test_a_killed_worker_takes_its_compilers_with_it_and_is_replaced(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:
-            await held.worker("cuda", HERE)  # while it loads, its session has programs that are no compilers
+            await load(held)
             tasks = [start_slow(held, own_place) for _ in range(2)]
             await until(lambda: len(compilers(held)) == 2)
             (before,) = held.to_json()
