@@ -38,7 +38,8 @@ N_CYCLES = 20
 CYCLE_S = 10.0
 # What a request may take after a kill besides its own compile: a process, a toolchain.
 SECONDS = 10.0
-SLOW = {"cuda": ("slow", {"depth": 5}), "triton": ("tslow", {"rounds": 40})}
+# Compiles of one to three seconds.
+SLOW = {"cuda": ("slow", {"depth": 6}), "triton": ("tslow", {"rounds": 150})}
 
 
 @pytest.fixture
@@ -61,16 +62,28 @@ def seconds_of(act: Callable[[], Any]) -> float:
     return time.monotonic() - began
 
 
-def begin(found: Daemon, name: str, **spec: Any) -> None:
-    """Somebody asks; return in the middle of the compile."""
+def begin(found: Daemon, name: str, **spec: Any) -> str:
+    """Somebody asks; the build's id, in the middle of its compile."""
+    before = ids(found, name)
 
-    def running() -> list[dict[str, Any]]:
+    def known() -> list[str]:
         resolve(found, name, wait_s=0.0, client="somebody", **spec)  # the toolchain may have to be loaded first
-        builds = found.call("GET", protocol.BUILDS)["builds"]
-        ours = [build for build in builds if build["name"] == name and build["state"] == "running"]
-        return ours if compilers_of(found.root) else []
+        return sorted(ids(found, name) - before)
 
-    wait_for(running, what="the build to be running")
+    (build,) = wait_for(known, what="the build to be known")  # type: ignore[misc]
+    wait_for(lambda: state(found, build) != "queued", what="the build to begin")
+    wait_for(lambda: compilers_of(found.root), what="the compiler")
+    assert state(found, build) == "running", "a build of seconds was met"
+    return build
+
+
+def ids(found: Daemon, name: str) -> set[str]:
+    return {build["id"] for build in found.call("GET", protocol.BUILDS)["builds"] if build["name"] == name}
+
+
+def state(found: Daemon, build: str) -> str:
+    told: str = found.call("GET", f"{protocol.BUILDS}/{build}")["state"]
+    return told
 
 
 @pytest.mark.parametrize("language", SLOW)
@@ -80,11 +93,11 @@ def test_after_a_kill_in_the_middle_of_a_build_the_next_request_builds_it(root: 
     with daemon(root) as found:
         resolve(found, name, **dict.fromkeys(spec, 1))  # the toolchain is loaded
         alone = seconds_of(lambda: resolve(found, name, **spec))
-        begin(found, name, tag=1, **spec)
+        build = begin(found, name, tag=1, **spec)
         (worker,) = (one for one in found.call("GET", protocol.STATUS)["workers"] if one["language"] == language)
         os.kill(worker["pid"], signal.SIGKILL)
         wait_for(lambda: not members(worker["pid"]), deadline_s=2, what="its compilers to end")
-        wait_for(lambda: found.call("GET", protocol.STATUS)["n_running"] == 0, deadline_s=2, what="the build to be given up")
+        wait_for(lambda: state(found, build) == "failed", deadline_s=2, what="the build to be given up")
         assert seconds_of(lambda: resolve(found, name, tag=1, **spec)) < alone + SECONDS
 
         begin(found, name, tag=2, **spec)

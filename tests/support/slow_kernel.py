@@ -60,7 +60,7 @@ TRITON_SLOW_TOML = (
     .replace("[target]", 'tag = { type = "int", min = 0, max = 1000000, default = 0 }\n[target]')
     .replace('value = "block" },', 'value = "block" },\n  { name = "ROUNDS", type = "constexpr", value = "rounds" },')
 )
-# With 1 round a third of a second, with 40 one or two, with 200 half a minute.
+# With 1 round a tenth to a third of a second, with 40 half a second to two, with 150 one to eight.
 TRITON_SLOW_SOURCE = (
     TRITON_SOURCE.replace("tscale", "tslow")
     .replace("BLOCK: tl.constexpr", "BLOCK: tl.constexpr, ROUNDS: tl.constexpr")
