@@ -109,7 +109,7 @@ class Pool:
             self.n_running -= 1
             self._slots.release()
         answer = staging.result()
-        if answer is None or ended.status < 0:
+        if answer is None:
             raise BuildError(
                 f"the compiler of {job.function} died with status {ended.status}", facts={"compiler": "\n" + staging.log()}
             )

@@ -147,6 +147,29 @@ def test_a_job_that_no_worker_has_begun_is_given_to_the_next_one(own_place: Path
     asyncio.run(body())
 
 
+def test_the_answer_of_a_try_that_was_lost_is_not_taken_for_that_of_the_next(own_place: Path):
+    """The first worker died before it said that it had begun; the second try is killed before it answers."""
+
+    async def body() -> None:
+        async with pool(own_place, jobs=2) as held:
+            await load(held)
+            (before,) = held.to_json()
+            os.kill(before["pid"], signal.SIGSTOP)
+            place = staging(own_place, SLOW_FILES)
+            task = asyncio.create_task(held.run(slow_job(), HERE, place, on_start=lambda: None))
+            await ordered(held, 1)
+            (place.root / "out" / "result.json").write_text('{"built": {"format": "cubin"}}')
+            os.kill(before["pid"], signal.SIGKILL)
+            await until(lambda: held.to_json()[0]["pid"] not in (None, before["pid"]))
+            await load(held)
+            (pid,) = await until(lambda: compilers(held))
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(BuildError, match="-9"):
+                await asyncio.wait_for(task, 5)
+
+    asyncio.run(body())
+
+
 def test_a_pool_that_is_closed_starts_no_worker_for_a_job_that_none_has_begun(own_place: Path):
     async def body() -> None:
         async with pool(own_place, jobs=2) as held:

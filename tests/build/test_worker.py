@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +133,16 @@ def test_a_job_is_charged_for_its_process_from_start_to_end(own_place: Path):
             charged += [held.hear() for _ in range(2)][1]["cpu_s"]
         assert charged == pytest.approx(children_s() - before, abs=2 / os.sysconf("SC_CLK_TCK"))
         assert charged > 0.05
+
+
+def test_a_job_whose_directory_is_gone_is_not_begun(own_place: Path):
+    """It was cancelled before its turn; nothing is said of it where a worker's own faults are."""
+    with worker(own_place) as held:
+        held.hear()
+        os.kill(held.process.pid, signal.SIGSTOP)
+        held.send(1, cuda_job(), CUDA_FILES).remove()
+        os.kill(held.process.pid, signal.SIGCONT)
+        assert held.hear() == {"event": "finished", "id": 1, "status": 1, "cpu_s": 0.0}
 
 
 def test_the_session_ends_when_the_input_closes(own_place: Path):
